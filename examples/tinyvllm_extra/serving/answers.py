@@ -72,7 +72,6 @@ class ChoicesBuilder:
     self.has_running_usage = options.continuous_usage_stats and options.include_usage is not False   # in each chunk
     if options.include_usage or self.has_running_usage: self.head["usage"] = None   # until the last chunk
     self.num_generated = collections.Counter[int]()   # tokens so far, by choice
-    self.last_tokens = dict[int, list[int]]()         # the last token so far, by choice
 
   def choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> JsonObject:
     """Return a choice object with a completion's text and tokens, in a stream only the new ones."""
@@ -87,14 +86,14 @@ class ChoicesBuilder:
 
   def events(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
     index = prompt_index * self.job.params.n + completion.index
+    choice = self.choice(index, output, completion)
     self.num_generated[index] += len(completion.token_ids)
-    return self.chunk(self.choice(index, output, completion))
+    return self.chunk(choice)
 
-  def last_events(self) -> bytes:
+  def last_events(self, error: Exception | None = None) -> bytes:
+    if error: return event(internal_error(error))
     usage = event({**self.wrap([]), "usage": self.job.usage()}) if "usage" in self.head else b""
     return usage + b"data: [DONE]\n\n"
-
-  def error_event(self, error: Exception) -> bytes: return event(internal_error(error))
 
   def wrap(self, choices: list[JsonObject]) -> JsonObject: return {**self.head, "choices": choices}
 
@@ -123,12 +122,11 @@ class ChoicesBuilder:
     return {"index": index, "logprobs": None, "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason, **own, **self.optional(token_ids=ids)}
 
-  def tokens(self, index: int, before: list[int], completion: CompletionOutput) -> list[Token]:
-    """Return a choice's new tokens if they have log probabilities. before: the last token of the prompt."""
-    before = self.last_tokens.get(index, before)
-    self.last_tokens[index] = completion.token_ids[-1:] or before
-    previous = [before, *([i] for i in completion.token_ids)]   # the last one precedes a later token
-    return [*map(Token, previous, completion.token_ids, completion.logprobs or ())]
+  def tokens(self, index: int, rows: list[dict[int, Logprob]], with_prompt: bool = False) -> list[Token]:
+    """Return a choice's new tokens, after those of the prompt if requested. rows: their log probabilities."""
+    seq = self.job.requests[index // self.job.params.n].sequences[index % self.job.params.n]
+    start = 0 if with_prompt else seq.num_prompt + self.num_generated[index]
+    return [Token(seq.tokens[max(0, i - 1):i], seq.tokens[i], row) for i, row in enumerate(rows, start)]
 
   def label(self, before: list[int], token: int) -> str:
     """Return a token's text, or its id as text if the body asks for it."""
@@ -152,22 +150,15 @@ class CompletionBuilder(ChoicesBuilder):
   def choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> JsonObject:
     if self.body.max_tokens == 0:   # echo only; the engine has generated one token
       completion = dataclasses.replace(completion, text="", token_ids=[], logprobs=completion.logprobs and [])
-    is_first = index not in self.last_tokens
+    is_first = not self.num_generated[index]
     is_echo = is_first and self.body.echo
-    shown = self.with_prompt(output, completion) if is_echo else completion
-    tokens = self.tokens(index, [] if is_echo else output.prompt_token_ids[-1:], shown)
+    prompt = output.prompt or self.job.tokenizer.decode(output.prompt_token_ids, False) if is_echo else ""
+    rows = [x or {} for x in output.prompt_logprobs or ()] if is_echo else []
     num_exact = len(output.prompt_token_ids) if is_echo and output.prompt is None else 0
-    logprobs = None if shown.logprobs is None else self.logprobs(index, tokens, num_exact)
-    choice = self.choice_fields(index, completion, text=shown.text, logprobs=logprobs)
+    logprobs = None if completion.logprobs is None else self.logprobs(
+      index, self.tokens(index, rows + completion.logprobs, is_echo), num_exact)
+    choice = self.choice_fields(index, completion, text=prompt + completion.text, logprobs=logprobs)
     return {**choice, **(self.prompt_fields(output) if is_first else {})}
-
-  def with_prompt(self, output: RequestOutput, completion: CompletionOutput) -> CompletionOutput:
-    """Return a completion that starts with its prompt (echo)."""
-    text = output.prompt or self.job.tokenizer.decode(output.prompt_token_ids, False)
-    rows = [x or {} for x in output.prompt_logprobs or ()]
-    return dataclasses.replace(completion, text=text + completion.text,
-                               token_ids=output.prompt_token_ids + completion.token_ids,
-                               logprobs=None if completion.logprobs is None else rows + completion.logprobs)
 
   def logprobs(self, index: int, tokens: list[Token], num_exact: int) -> JsonObject:
     """Return new tokens in OpenAI's format. num_exact: tokens at the start whose text is complete, even if special."""
@@ -213,7 +204,7 @@ class ChatBuilder(ChoicesBuilder):
                     for delta, fields in deltas for i in range(self.job.params.n))
 
   def choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> JsonObject:
-    tokens = self.tokens(index, output.prompt_token_ids[-1:], completion)
+    tokens = self.tokens(index, completion.logprobs or [])
     logprobs = None if completion.logprobs is None else {"content": [*map(self.logprobs, tokens)]}
     choice = self.choice_fields(index, completion, **self.content(index, completion), logprobs=logprobs)
     if completion.finish_reason == "stop" and self.num_calls[index]: choice["finish_reason"] = "tool_calls"

@@ -29,8 +29,8 @@ class Builder(Protocol):
   def first_events(self, output: RequestOutput) -> bytes: """Return the events before all others."""
   def events(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
     """Return the events of a sample with new tokens."""
-  def last_events(self) -> bytes: """Return the events after all samples have finished."""
-  def error_event(self, error: Exception) -> bytes: """Return the event that replaces them after an internal error."""
+  def last_events(self, error: Exception | None = None) -> bytes:
+    """Return the events after all samples have finished, or instead of them the event of an internal error."""
 
 
 class Serving:
@@ -103,15 +103,14 @@ class Serving:
   async def answer(self, body: B, builder_class: Callable[[B, Job], Builder]) -> Response:
     """Generate what a body asks for. Return the builder's response, or a stream of its events."""
     self.check_model(body.model or None)
-    engine = self.engine
     params, prompts = await asyncio.to_thread(self.prepare, body)
     num_new = len(prompts) * params.n
     self.check_queue(num_new, params.n)
     job_id = uuid.uuid4().hex
     requests = await asyncio.to_thread(lambda: [
-      engine.make_request(f"{job_id}-{i}", prompt, params, body.priority or 0) for i, prompt in enumerate(prompts)])
+      self.engine.make_request(f"{job_id}-{i}", x, params, body.priority or 0) for i, x in enumerate(prompts)])
     self.check_queue(num_new, params.n)   # again: other requests may have arrived in the meantime
-    job = Job(job_id, self.names[0], params, engine.tokenizer, self.output_format, requests)
+    job = Job(job_id, self.names[0], params, self.engine.tokenizer, self.output_format, requests)
     builder = builder_class(body, job)
     steps = self.steps(requests)
     outputs = await anext(steps)   # the requests are now in the queue
@@ -122,11 +121,10 @@ class Serving:
 
   def prepare(self, body: GenerationRequest) -> tuple[SamplingParams, list[JsonObject]]:
     """Return a body's parameters and prompts. May take long."""
-    engine = self.engine
-    prompts = protocol.encode_prompts(body, engine, self.trusts_template)
+    prompts = protocol.encode_prompts(body, self.engine, self.trusts_template)
     ids = prompts[0].get("prompt_token_ids", [])
-    escapes = protocol.escapes_of(body, ids, self.output_format, engine.tokenizer)
-    defaults = self.chat_defaults if isinstance(body, ChatCompletionRequest) else engine.sampling_defaults
+    escapes = protocol.escapes_of(body, ids, self.output_format, self.engine.tokenizer)
+    defaults = self.chat_defaults if isinstance(body, ChatCompletionRequest) else self.engine.sampling_defaults
     return protocol.sampling_params(body, defaults, escapes), prompts
 
   def check_model(self, name: str | None) -> None:
@@ -180,5 +178,5 @@ class Serving:
           pending.clear()
         outputs = await anext(steps, [])
       yield b"".join([*pending, builder.last_events()])
-    except Exception as error: yield builder.error_event(error)
+    except Exception as error: yield builder.last_events(error)
     finally: await steps.aclose()

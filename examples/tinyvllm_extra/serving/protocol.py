@@ -28,15 +28,14 @@ def plain_type(annotation: object) -> object:
 
 
 SAMPLING = {f.name: plain_type(f.type) for f in dataclasses.fields(SamplingParams)} | {"structured_outputs": dict}
-FormatType = Literal["text", "json_object", "json_schema", "structural_tag"]
 
 
 @with_fields(schema_=(dict, pydantic.Field(alias="schema")), name=str, description=str, strict=bool)
 class JSONSchema(Body): ...
 
 
-@with_fields(json_schema=JSONSchema, format=dict, structures=list[dict], triggers=list[str])
-class ResponseFormat(Body): type: FormatType   # the last three fields are for structural_tag
+@with_fields(json_schema=JSONSchema, format=dict, structures=list[dict], triggers=list[str])   # since format: of tags
+class ResponseFormat(Body): type: Literal["text", "json_object", "json_schema", "structural_tag"]
 
 
 @with_fields(include_usage=bool, include_obfuscation=bool, continuous_usage_stats=bool)

@@ -57,12 +57,12 @@ def close(schema: JsonObject) -> JsonObject:
 def close_objects(schema: object) -> Any:
   if isinstance(schema, list): return [*map(close_objects, schema)]
   if not isinstance(schema, dict): return schema
-  closing = {"additionalProperties": False} if isinstance(schema.get("properties"), dict) else {}
-  if COMBINATIONS & schema.keys(): closing = {}
+  is_closed = isinstance(schema.get("properties"), dict) and not COMBINATIONS & schema.keys()
   parts = {key: {name: close_objects(x) for name, x in schema[key].items()}
            for key in ("properties", "$defs", "definitions") if isinstance(schema.get(key), dict)}
-  keys = ["items", *([] if "properties" in schema else ["anyOf", "oneOf"])]
-  return {**schema, **parts, **{key: close_objects(schema[key]) for key in keys if key in schema}, **closing}
+  parts |= {key: close_objects(schema[key]) for key in ("items", "anyOf", "oneOf")
+            if key in schema and (key == "items" or "properties" not in schema)}
+  return {**schema, **parts, **({"additionalProperties": False} if is_closed else {})}
 
 
 def merged_definitions(functions: dict[str, JsonObject]) -> JsonObject:

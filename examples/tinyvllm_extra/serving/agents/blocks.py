@@ -2,7 +2,6 @@
 blocks of text, reasoning or tool calls. Invariant: at most the last block is open."""
 import dataclasses, uuid
 from collections.abc import Iterable
-from typing import Any
 
 import orjson, pydantic
 from fastapi.exceptions import RequestValidationError
@@ -40,14 +39,15 @@ def text_of(content: "str | Iterable[Part] | None", path: str) -> str:
   except InputError as error: raise InputError(f"{path}: {error}") from error
 
 
-def add_message(messages: list[JsonObject], role: str, text: str = "", **fields: Any) -> None:
+def add_message(messages: list[JsonObject], role: str, text: str = "", tool_calls: list[JsonObject] | None = None,
+                **fields: object) -> None:
   """Add a message to a chat. Merge it with the last one if both are the assistant's or the system's."""
   kind = [INSTRUCTIONS if x in INSTRUCTIONS else x for x in (role, messages[-1]["role"] if messages else None)]
   if kind[0] != kind[1] or role in ("user", "tool"):
     messages.append({"role": role, "content": ""})
   last = messages[-1]
   last["content"] = "\n".join(filter(None, [last["content"], text]))
-  if "tool_calls" in fields: fields["tool_calls"] = last.get("tool_calls", []) + fields["tool_calls"]
+  if tool_calls: fields["tool_calls"] = last.get("tool_calls", []) + tool_calls
   last |= fields
 
 

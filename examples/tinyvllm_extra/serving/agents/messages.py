@@ -32,13 +32,13 @@ class Message(Tolerant):
   content: str | list[ContentBlock]
 
 
-class Tool(Tolerant):
+class MessagesTool(Tolerant):
   name: str
   description: str | None = None
   input_schema: JsonObject | None = None   # None: a tool that runs on Anthropic's servers
 
 
-class ToolChoice(Tolerant):
+class MessagesToolChoice(Tolerant):
   type: Literal["auto", "any", "tool", "none"]
   name: str | None = None
   disable_parallel_tool_use: bool = False
@@ -65,21 +65,21 @@ class MessagesRequest(Tolerant):
   system: str | list[Part] | None = None
   max_tokens: int | None = None
   stop_sequences: list[str] | None = None
-  tools: list[Tool] | None = None
-  tool_choice: ToolChoice | None = None
+  tools: list[MessagesTool] | None = None
+  tool_choice: MessagesToolChoice | None = None
   thinking: Thinking | None = None
   output_config: OutputConfig | None = None
   stream: bool | None = None
 
   def to_chat(self) -> ChatCompletionRequest:
-    """Return the ChatRequest for a body. Raises InputError for content that is not text."""
+    """Return the chat for a body. Raises InputError for content that is not text."""
     messages: list[JsonObject] = []
     for part in [self.system] if isinstance(self.system, str) else self.system or []:
       text = BILLING_HEADER.sub("", part if isinstance(part, str) else text_of([part], "system"))
       if text: add_message(messages, "system", text)
     for i, message in enumerate(self.messages): add_turn(messages, message, f"messages.{i}.content")
     is_prefilled = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
-    choice = self.tool_choice or ToolChoice(type="auto")
+    choice = self.tool_choice or MessagesToolChoice(type="auto")
     names = {"any": "required", "tool": function(choice.name)}
     config = self.output_config or OutputConfig()
     schema = {"type": "json_schema", "json_schema": {"schema": config.format.schema_}} if config.format else None
@@ -109,12 +109,10 @@ def add_turn(messages: list[JsonObject], message: Message, path: str) -> None:
 
 class MessagesBuilder(BlockBuilder):
   """Writes a message, or all events from message_start to message_stop."""
-  def message(self, content: list[JsonObject], usage: JsonObject, **end: object) -> JsonObject:
-    return {"id": f"msg_{self.job.id}", "type": "message", "role": "assistant", "model": self.job.model_name,
-            "content": content, "stop_reason": None, "stop_sequence": None, **end, "usage": usage}
-
   def whole(self) -> JsonObject:
-    return self.message([self.content_block(block) for block in self.blocks], self.usage(), **self.stop())
+    """Return the message so far."""
+    return {"id": f"msg_{self.job.id}", "type": "message", "role": "assistant", "model": self.job.model_name,
+            "content": [*map(self.content_block, self.blocks)], **self.stop(), "usage": self.usage()}
 
   def content_block(self, block: Block, is_open: bool = False) -> JsonObject:
     """Return a content block. is_open: without its text."""
@@ -128,15 +126,16 @@ class MessagesBuilder(BlockBuilder):
     usage = self.job.usage()
     num_cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {"input_tokens": usage["prompt_tokens"] - num_cached, "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": num_cached, "output_tokens": usage["completion_tokens"]}
+            "cache_read_input_tokens": num_cached, "output_tokens": usage["completion_tokens"] if self.end else 0}
 
   def stop(self) -> dict[str, str | None]:
-    sequence = self.end.stop_reason if self.end and isinstance(self.end.stop_reason, str) else None
+    if not self.end: return {"stop_reason": None, "stop_sequence": None}
+    sequence = self.end.stop_reason if isinstance(self.end.stop_reason, str) else None
     reason = "tool_use" if self.has_calls else "stop_sequence" if sequence else "end_turn"
     return {"stop_reason": "max_tokens" if self.is_cut else reason, "stop_sequence": sequence}
 
   def first_events(self, output: RequestOutput) -> bytes:
-    return named_event({"type": "message_start", "message": self.message([], {**self.usage(), "output_tokens": 0})})
+    return named_event({"type": "message_start", "message": self.whole()})
 
   def block_event(self, name: str, block: Block, **fields: object) -> bytes:
     return named_event({"type": f"content_block_{name}", "index": block.index, **fields})
@@ -154,8 +153,7 @@ class MessagesBuilder(BlockBuilder):
     start = self.block_event("delta", block, delta=signature) if block.kind == "reasoning" else b""
     return start + self.block_event("stop", block)
 
-  def last_events(self) -> bytes:
+  def last_events(self, error: Exception | None = None) -> bytes:
+    if error: return named_event(anthropic_error(internal_error(error)["error"]))
     end = {"type": "message_delta", "delta": self.stop(), "usage": self.usage()}
     return named_event(end) + named_event({"type": "message_stop"})
-
-  def error_event(self, error: Exception) -> bytes: return named_event(anthropic_error(internal_error(error)["error"]))

@@ -15,7 +15,7 @@ from .blocks import Block, BlockBuilder, Part, Tolerant, add_message, chat_reque
 STATEFUL = ("previous_response_id", "conversation", "background", "prompt")   # need stored responses or prompts
 # Properties of the response that repeat the request, with defaults
 ECHO: JsonObject = {"instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True,
-                        "reasoning": None, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": []}
+                    "reasoning": None, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": []}
 # By kind of block: type and id prefix of its item, and the events of its text
 ITEMS = {"content": ("message", "msg", "output_text"), "reasoning": ("reasoning", "rs", "reasoning_text"),
          "call": ("function_call", "fc", "function_call_arguments")}
@@ -34,18 +34,18 @@ class Item(Tolerant):
   output: str | list[Part] | None = None
 
 
-class Tool(Tolerant):
+class ResponsesTool(Tolerant):
   type: str
   name: str | None = None
   description: str | None = None
   parameters: JsonObject | None = None
 
 
-class ToolChoice(Tolerant):
+class ResponsesToolChoice(Tolerant):
   type: Literal["function", "allowed_tools"]
   name: str | None = None
   mode: Literal["auto", "required"] = "auto"
-  tools: list[Tool] = []
+  tools: list[ResponsesTool] = []
 
   def for_chat(self) -> JsonObject:
     if self.type == "function": return function(self.name)
@@ -72,8 +72,8 @@ class ResponsesRequest(Tolerant):
   model: str | None = None
   instructions: str | None = None
   max_output_tokens: int | None = None
-  tools: list[Tool] | None = None
-  tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+  tools: list[ResponsesTool] | None = None
+  tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
   parallel_tool_calls: bool | None = None
   text: TextOptions | None = None
   reasoning: Reasoning | None = None
@@ -81,7 +81,7 @@ class ResponsesRequest(Tolerant):
   stream: bool | None = None
 
   def to_chat(self) -> ChatCompletionRequest:
-    """Return the ChatRequest for a body. Raises InputError for what needs state or is not text."""
+    """Return the chat for a body. Raises InputError for what needs state or is not text."""
     for name in STATEFUL:
       check(not (self.model_extra or {}).get(name), f"{name}: the server stores nothing: send the whole input instead")
     messages: list[JsonObject] = []
@@ -89,7 +89,7 @@ class ResponsesRequest(Tolerant):
     if isinstance(self.input, str): add_message(messages, "user", self.input)
     else:
       for i, item in enumerate(self.input): add_item(messages, item, f"input.{i}")
-    choice = self.tool_choice.for_chat() if isinstance(self.tool_choice, ToolChoice) else self.tool_choice
+    choice = self.tool_choice.for_chat() if isinstance(self.tool_choice, ResponsesToolChoice) else self.tool_choice
     form = self.text.format if self.text else None
     schema = {"json_schema": {"schema": form.schema_}} if form and form.type == "json_schema" else {}
     return chat_request(
@@ -99,7 +99,7 @@ class ResponsesRequest(Tolerant):
       response_format={"type": form.type, **schema} if form else None)
 
 
-def functions_of(body: ResponsesRequest) -> list[Tool]:
+def functions_of(body: ResponsesRequest) -> list[ResponsesTool]:
   """Return the function tools. Tools of other types run on OpenAI's servers, or have no JSON arguments."""
   return [tool for tool in body.tools or [] if tool.type == "function"]
 
@@ -151,12 +151,11 @@ class ResponsesBuilder(BlockBuilder):
         "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": usage["total_tokens"]}}
 
-  def item(self, block: Block, status: str = "") -> JsonObject:
-    """Return an output item. status: in_progress leaves its text out; default: completed, or incomplete if cut off."""
+  def item(self, block: Block, is_open: bool = False) -> JsonObject:
+    """Return an output item. is_open: without its text."""
     kind, prefix, _ = ITEMS[block.kind]
-    is_open = status == "in_progress"
-    is_last = block is self.blocks[-1]
-    status = status or ("incomplete" if is_last and self.is_cut else "completed")
+    is_cut = self.is_cut and block is self.blocks[-1]
+    status = "in_progress" if is_open else "incomplete" if is_cut else "completed"
     head = {"id": f"{prefix}_{block.id}", "type": kind, "status": status}
     content = [] if is_open else [self.part(block)]
     if block.kind == "content": return {**head, "role": "assistant", "content": content}
@@ -175,7 +174,7 @@ class ResponsesBuilder(BlockBuilder):
     return self.event(event_name, **place, **fields)
 
   def opening(self, block: Block) -> bytes:
-    item = self.event("output_item.added", output_index=block.index, item=self.item(block, "in_progress"))
+    item = self.event("output_item.added", output_index=block.index, item=self.item(block, is_open=True))
     return item if block.kind == "call" else item + self.block_event("content_part.added", block, part=self.part(block))
 
   def delta(self, block: Block, text: str) -> bytes:
@@ -191,8 +190,6 @@ class ResponsesBuilder(BlockBuilder):
   def first_events(self, output: RequestOutput) -> bytes:
     return b"".join(self.event(name, response=self.whole()) for name in ("created", "in_progress"))
 
-  def last_events(self) -> bytes:
-    return self.event("incomplete" if self.is_cut else "completed", response=self.whole())
-
-  def error_event(self, error: Exception) -> bytes:
-    return self.event("failed", response=self.whole(internal_error(error)["error"]["message"]))
+  def last_events(self, error: Exception | None = None) -> bytes:
+    response = self.whole(internal_error(error)["error"]["message"] if error else None)
+    return self.event(response["status"], response=response)
