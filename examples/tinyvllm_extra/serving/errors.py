@@ -29,7 +29,7 @@ def anthropic_error(error: JsonObject) -> JsonObject:
   return {"type": "error", "error": {"type": error_type, "message": error["message"]}}
 
 
-HEADERS = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 431: {"Connection": "close"}}   # of error responses
+HEADERS = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 431: {"Connection": "close"}}   # by status of an error
 
 
 class ErrorJSON(JSONResponse):

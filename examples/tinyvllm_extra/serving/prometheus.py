@@ -66,8 +66,8 @@ class Metrics(Collector):
     metrics = self.engine_metrics()
     metrics["kv_cache_usage_perc"] = cache_usage(metrics)
 
-    def family(name: str, kind: str, text: str, samples: Samples) -> core.Metric:
-      metric = core.Metric(f"tinyvllm:{name}", text, kind)
+    def family(name: str, metric_type: str, text: str, samples: Samples) -> core.Metric:
+      metric = core.Metric(f"tinyvllm:{name}", text, metric_type)
       for suffix, labels, value in samples:
         metric.add_sample(f"{metric.name}{suffix}", {"model_name": self.model_name, **labels}, value)
       return metric
