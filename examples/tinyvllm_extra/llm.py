@@ -82,11 +82,9 @@ class LLM(Engine):
     request = super().make_request(request_id, fields or prompt, params, priority)
     request.metrics = engine_metrics.RequestMetrics(request.sequences)
     for stream in request.streams if salt else (): stream.seq.salt = hashlib.sha256(salt.encode()).digest()
-    if not getattr(params, "skip_special_tokens", True):
-      decode = functools.partial(self.tokenizer.decode, skip_special_tokens=False)
-      for stream in request.streams: stream.tokenizer = types.SimpleNamespace(decode=decode)
-    if not getattr(params, "detokenize", True):
-      for stream in request.streams: stream.tokenizer = types.SimpleNamespace(decode=lambda *_: "")
+    decode = functools.partial(self.tokenizer.decode, skip_special_tokens=getattr(params, "skip_special_tokens", True))
+    for stream in request.streams:
+      stream.tokenizer = types.SimpleNamespace(decode=decode if getattr(params, "detokenize", True) else lambda ids: "")
     return request
 
   def capture(self, sizes: list[int] | None = None, optional: bool = False) -> Iterator[str]:
