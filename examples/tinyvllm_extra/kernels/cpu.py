@@ -2,12 +2,13 @@
 installs them in tinygrad."""
 import concurrent.futures, ctypes, dataclasses, functools, mmap, os, pathlib, shutil, sys, threading
 from collections.abc import Callable
-from typing import Any
+from typing import cast
 
 import numpy as np
 from tinygrad import Device, UOp, device, helpers
 from tinygrad.engine import jit
-from tinygrad.runtime.ops_cpu import CPUAllocator
+from tinygrad.runtime.ops_cpu import CPUAllocator, CPUDevice, CPUProgram
+from tinygrad.runtime.support.hcq import HCQBuffer
 from tinygrad.uop.ops import Ops
 
 # Read from Linux; False on other systems
@@ -57,10 +58,11 @@ void run_step(u64 (*calls)[{1 + MAX_ARGUMENTS}], u64 (*done)[8], u64 count, u64 
 
 
 @functools.cache
-def step_program() -> Any:
+def step_program() -> tuple[CPUProgram, int | None]:
   """Return the compiled RUN_STEP and the address of usleep, which it takes as an argument."""
-  cpu: Any = Device["CPU"]
-  program = cpu.runtime_t(cpu, device.TinyELF(cpu.compiler.compile(RUN_STEP), "run_step", cpu.renderer.target, ()))
+  cpu = cast(CPUDevice, Device["CPU"])
+  code = cpu.renderer.compiler.compile(RUN_STEP)
+  program = CPUProgram(cpu, device.TinyELF(code, "run_step", cpu.renderer.target, ()))
   program.fxn.argtypes = [ctypes.c_uint64] * 6
   return program, ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
 
@@ -73,7 +75,7 @@ class CPUGraph(jit.GraphRunner):
   running = threading.Lock()   # one step at a time: two would deadlock waiting for cores
 
   @staticmethod
-  def supports_uop(devices: Any, call: UOp) -> bool:   # type: ignore[override]
+  def supports_uop(devices: list[device.Compiled], call: UOp) -> bool:
     """Return whether each run makes the same call: no buffer changes, no variable except the core's number."""
     return (jit.GraphRunner.supports_uop(devices, call) and Ops.PARAM not in [x.op for x in call.src]
             and len(call.src) <= MAX_ARGUMENTS and {x.expr for x in call.src[0].arg.vars} <= {"core_id"})
@@ -81,7 +83,7 @@ class CPUGraph(jit.GraphRunner):
   @functools.cached_property
   def table(self) -> np.ndarray:
     """Return the calls, (kernels, cores, 1 + MAX_ARGUMENTS): a kernel's address (0: no call) and its arguments."""
-    kernels: list[Any] = self.runtimes
+    kernels = cast(list[CPUProgram], self.runtimes)
     sizes = [program.arg.global_size[0] for _, program, *_ in self.calls]
     table = np.zeros((len(sizes), max(sizes), 1 + MAX_ARGUMENTS), np.uint64)
     for core_calls, size, (_, program, buffers, _), kernel in zip(table, sizes, self.calls, kernels, strict=True):
@@ -90,12 +92,12 @@ class CPUGraph(jit.GraphRunner):
         core_calls[core, :len(call)] = call
     return table
 
-  def __call__(self, *args: Any, **kwargs: Any) -> None:
+  def __call__(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int], wait: bool = False) -> None:
     program, usleep = step_program()
     count, cores, _ = self.table.shape
     done = np.zeros((cores, 8), np.uint64)   # kernels that each core has finished, a cache line per core
-    run: Any = functools.partial(program.fxn, self.table.ctypes.data, done.ctypes.data, count, cores, usleep)
-    run.done = done   # keeps the array alive while a core runs
+    def run(core: int) -> None:   # keeps `done` alive while a core runs
+      program.fxn(self.table.ctypes.data, done.ctypes.data, count, cores, usleep, core)
     others: list[concurrent.futures.Future] = []
     with self.running:
       try:
@@ -106,13 +108,14 @@ class CPUGraph(jit.GraphRunner):
         concurrent.futures.wait(others)
 
 
-def allocate(self: Any, size: int, options: Any, plain: Callable = CPUAllocator._alloc) -> Any:
+def allocate(self: CPUAllocator, size: int, options: device.BufferSpec,
+             plain: Callable[..., HCQBuffer] = CPUAllocator._alloc) -> HCQBuffer:
   """Allocate a CPU buffer in a chunk of huge pages, next to the previous buffer. Replaces CPUAllocator._alloc."""
   if options.external_ptr is not None: return plain(self, size, options)
   with allocating:
     chunk = vars(self).get("chunk")
     if chunk is None or size > len(chunk) - chunk.tell():
-      chunk = self.chunk = mmap.mmap(-1, max(size, CHUNK), mmap.MAP_ANON | mmap.MAP_PRIVATE)
+      chunk = vars(self)["chunk"] = mmap.mmap(-1, max(size, CHUNK), mmap.MAP_ANON | mmap.MAP_PRIVATE)
       if hasattr(mmap, "MADV_HUGEPAGE"): chunk.madvise(mmap.MADV_HUGEPAGE)   # Linux
     start = chunk.tell()
     chunk.seek(min(len(chunk), start + helpers.round_up(size, 128)))

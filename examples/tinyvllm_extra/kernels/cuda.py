@@ -1,11 +1,11 @@
 """CUDA: captured steps with finer dependencies, read-back that does not wait for later steps, and device properties."""
 import ctypes, weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from tinygrad import Device, Tensor
-from tinygrad.device import BufferSpec
+from tinygrad.device import Buffer, BufferSpec
 from tinygrad.dtype import _to_np_dtype
 from tinygrad.runtime.autogen import cuda
 from tinygrad.runtime.graph.cuda import CUDAGraph
@@ -44,7 +44,8 @@ def can_access_peer(reader: CUDADevice, owner: CUDADevice) -> bool:
 class RangedGraph(CUDAGraph):
   """A captured step whose kernels wait only for kernels that use the same range of a buffer. tinygrad's graphs wait for
   any use of the buffer. Most of a step's memory is one buffer, so devices that read each other would serialize."""
-  def new_node(self, bufs: Any, write: Any) -> Any: return super().new_node(self.calls[len(self.nodes)][2], write)
+  def new_node(self, bufs: list, write: list[int]) -> tuple:
+    return super().new_node(self.calls[len(self.nodes)][2], write)
 
 
 class CUDABackend(FastBackend):
@@ -55,8 +56,8 @@ class CUDABackend(FastBackend):
     """Start to copy a tensor to the host. Return a function that waits for the copy and returns nested lists.
     tinygrad's own read-back also waits for kernels that were launched later."""
     if not tensor.numel(): return tensor.tolist
-    device: Any = Device.default
-    buffer: Any = tensor.uop.buffer
+    device = cast(CUDADevice, Device.default)
+    buffer = cast(Buffer, tensor.uop.buffer)
     check(cuda.cuCtxSetCurrent(device.context))
     host = device.allocator.alloc(buffer.nbytes, PINNED)
     check(cuda.cuMemcpyDtoHAsync_v2(host, buffer._buf, buffer.nbytes, None))
@@ -71,7 +72,7 @@ class CUDABackend(FastBackend):
       check(cuda.cuEventDestroy_v2(event))
       for part in memory: device.allocator.free(*part)
 
-    def read() -> Any:
+    def read() -> list:
       check(cuda.cuEventSynchronize(event))
       values = np.frombuffer(ctypes.string_at(host, buffer.nbytes), _to_np_dtype(tensor.dtype))
       release()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from tinygrad import Device
+from tinygrad.device import LRUAllocator
 
 from tinyvllm import backend
 from tinyvllm.backend import cpu_cores
@@ -78,8 +79,8 @@ def device_memory(name: str) -> MemoryReport:
 def free_unused_buffers(names: tuple[str, ...]) -> None:
   """Give back the buffers that tinygrad keeps on these devices to use them again."""
   for name in names:
-    allocator: Any = Device[name].allocator
-    if hasattr(allocator, "free_cache"): allocator.free_cache()
+    allocator = Device[name].allocator
+    if isinstance(allocator, LRUAllocator): allocator.free_cache()
 
 
 def amd_memory(device: Any) -> MemoryReport:

@@ -4,7 +4,7 @@ because these carry the order.
 
 qkv: (T, (H + 2 KV) * D), a flat batch. tokens: (columns of TOKENS, T) int32. rope: (length, 2, D / 2), cosines and
 sines. block_tables: (slots, max_blocks) int32. G = H / KV query heads share a K/V head. Cache: see kv_cache.py."""
-import dataclasses, functools, itertools, math
+import dataclasses, functools, math
 from collections.abc import Callable, Iterator, Sequence
 
 from tinygrad import Tensor, UOp, dtypes
@@ -75,25 +75,23 @@ class HeadWriter:
     head = self.KV * (self.G + kv) + self.h
     return self.plain(head, i) if kv else self.rotated(head, i)
 
-  def runs(self, pairs: list[Sequence[UOp]], n: int) -> Iterator[tuple[UOp, list[UOp]]]:
-    """Yield the lane's numbers in runs of n neighbours, each with its index in the head."""
-    for z, j in itertools.product(range(2), range(0, len(pairs), n)):
-      yield (z * (self.D // 2) + self.dimensions[j]) // n, [pair[z] for pair in pairs[j:j + n]]
-
   def stores(self) -> Iterator[UOp]:
-    h = self.h
+    h, half_size, n = self.h, self.D // 2, self.in_element
     for g in range(self.G):
       pairs = [self.rotated(h * self.G + g, d) for d in self.dimensions]
-      for i, (number,) in self.runs(pairs, 1):
-        yield self.q[self.t, h, g, i].store(number.cast(self.q.dtype))
+      for z, half in enumerate(zip(*pairs, strict=True)):
+        for d, number in zip(self.dimensions, half, strict=True):
+          yield self.q[self.t, h, g, z * half_size + d].store(number.cast(self.q.dtype))
     for kv in range(2):
       pairs = [self.pair(kv, d) for d in self.dimensions]
       for scales in self.scales:
         scale = self.highest(kv).maximum(SMALLEST) / 127
         yield scales[self.block, h, kv, self.offset].store(scale)   # by every lane of the head
         pairs = [[x / scale for x in pair] for pair in pairs]
-      for i, numbers in self.runs(pairs, self.in_element):
-        yield self.cell(kv, i).store(pack(numbers, self.keys.dtype, bool(self.scales)))
+      for z, half in enumerate(zip(*pairs, strict=True)):
+        for j in range(0, len(half), n):
+          element = pack(half[j:j + n], self.keys.dtype, bool(self.scales))
+          yield self.cell(kv, (z * half_size + self.dimensions[j]) // n).store(element)
 
 
 def rope_kernel(*inputs: UOp) -> UOp:

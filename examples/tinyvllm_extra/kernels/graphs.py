@@ -1,7 +1,7 @@
 """Chooses the graph that a step runs with: its own shape, or a larger one that is captured. Captures graphs at startup,
 so that no request waits for a capture."""
 import collections, itertools, logging, operator, time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tinygrad import Device, helpers
@@ -16,7 +16,7 @@ from tinyvllm.runner import GraphKey, Runner, build_step, next_power_of_two
 from .tinygrad_patches import num_compiled
 
 CAPTURE_THRESHOLD = 16   # requests for a graph shape before it gets its own capture
-Variant = tuple[SamplerMode, Any]   # of a graph: its sampler and its LogitsPlan or None
+Variant = tuple[SamplerMode, object]   # of a graph: its sampler and its LogitsPlan or None
 
 
 def sizes_of(key: GraphKey) -> tuple[int, ...]:
@@ -69,13 +69,13 @@ class FewGraphs(backend.Graphs):
 def usual_sizes(runner: Runner) -> list[int]:
   """Return the step sizes in tokens to capture on this device. Tensor cores compute 8 tokens in the time of 2, and
   steps with more tokens than sequences are prefill, with many tokens."""
-  largest = next_power_of_two(runner.config.max_num_batched_tokens)   # type: ignore[arg-type]   # by now an int
+  largest = next_power_of_two(runner.config.max_num_batched_tokens or 0)   # the engine has set it
   sizes = [1 << i for i in range(largest.bit_length())]
   if not renderer().tensor_cores: return sizes
   return [size for size in sizes if size in (1, largest) or 8 <= size <= max(64, runner.max_rows)]
 
 
-def capture(engine: Engine, sizes: list[int] | None, variants: list[Variant], quiet: bool) -> Iterator[str]:
+def capture(engine: Engine, sizes: list[int] | None, variants: Sequence[Variant], quiet: bool) -> Iterator[str]:
   """Capture a step of each size and variant, and pad later steps to them. sizes: tokens of a step, powers of two; None:
   the device's `usual_sizes`. Yields its progress before each capture."""
   are_powers = all(x > 0 and x.bit_count() == 1 for x in sizes or ())
@@ -83,7 +83,7 @@ def capture(engine: Engine, sizes: list[int] | None, variants: list[Variant], qu
   return _capture(engine, sizes, variants, quiet)
 
 
-def _capture(engine: Engine, sizes: list[int] | None, variants: list[Variant], quiet: bool) -> Iterator[str]:
+def _capture(engine: Engine, sizes: list[int] | None, variants: Sequence[Variant], quiet: bool) -> Iterator[str]:
   started = time.perf_counter()
   num_kernels = num_compiled()
   sizes = [] if engine.config.enforce_eager else sorted(sizes or usual_sizes(engine.runner))

@@ -2,11 +2,11 @@
 import concurrent.futures, contextlib, copy, dataclasses, functools, hashlib, importlib.metadata, os, pathlib, pickle
 import zlib
 from collections.abc import Callable
-from typing import Any
 
 from tinygrad import UOp, codegen, device as devices
 from tinygrad.codegen import do_to_program
 from tinygrad.engine import realize
+from tinygrad.renderer import Renderer
 from tinygrad.uop.ops import Ops
 
 from tinyvllm import __version__
@@ -34,7 +34,7 @@ class KernelFolder:
     return linear.replace(src=tuple(call.replace(src=(codegen.to_program(*kernel), *call.src[1:])) if kernel else call
                                     for call, kernel in zip(linear.src, calls, strict=True)))
 
-  def begin(self, ast: UOp, renderer: Any) -> Callable[[], UOp]:
+  def begin(self, ast: UOp, renderer: Renderer) -> Callable[[], UOp]:
     """Read a kernel's program, or lower it and start the compiler. Return a function that waits for the program."""
     flags = getattr(renderer.compiler, "args", None)
     version = importlib.metadata.version("tinygrad"), __version__, PATCHES.read_bytes(), EXP2

@@ -1,9 +1,8 @@
 """Traces one layer for all equal layers, because tracing takes longer than compiling."""
-from typing import Any
-
 from tinygrad import Tensor, UOp, function, helpers, nn
 from tinygrad.uop.ops import Ops
 
+from tinyvllm.llama import Layer
 from tinyvllm_extra.models.layers import VariantLayer
 
 
@@ -14,20 +13,22 @@ def flatten(x: Tensor) -> Tensor:
 
 
 @function(precompile=True, allow_implicit=True)
-def call_layer(layer: Any, x: Tensor, delta: Tensor, cache: list[Tensor], *inputs: Any) -> tuple[Tensor, Tensor]:
+def call_layer(layer: Layer, x: Tensor, delta: Tensor, cache: list[Tensor], ropes: list[Tensor], tokens: Tensor,
+               block_tables: Tensor) -> tuple[Tensor, Tensor]:
   """Call a layer with flat inputs and outputs."""
   hidden = layer.config.hidden_size
-  x, delta = layer(x.reshape(-1, hidden), delta.reshape(-1, hidden), cache, *inputs)
+  x, delta = layer(x.reshape(-1, hidden), delta.reshape(-1, hidden), cache, ropes, tokens, block_tables)
   return flatten(x), flatten(delta)
 
 
-def run_layers(layers: list[Any], x: Tensor, delta: Tensor, caches: list[list[Tensor]], *inputs: Any) -> tuple:
+def run_layers(layers: list[Layer], x: Tensor, delta: Tensor, caches: list[list[Tensor]], ropes: list[Tensor],
+               tokens: Tensor, block_tables: Tensor) -> tuple[Tensor, Tensor]:
   """Like Backend.run_layers. Reuses the traced call of the first equal layer, with this layer's tensors."""
   hidden = x.shape[1]
   x, delta = flatten(x), flatten(delta)
-  calls: dict[Any, UOp] = {}
+  calls: dict[tuple, UOp] = {}
   for layer, cache in zip(layers, caches, strict=True):
-    arguments = layer, x, delta, cache, *inputs
+    arguments = layer, x, delta, cache, ropes, tokens, block_tables
     buffers = helpers.dedup([t.uop for t in nn.state.get_parameters(arguments)])   # in the order of the call's inputs
     options = layer.options if isinstance(layer, VariantLayer) else ()
     key = type(layer), options, *[(t.shape, t.dtype) for t in buffers]

@@ -1,16 +1,16 @@
 """All patches of tinygrad itself. `apply` installs them when a device is opened; an import changes nothing. Each patch
 is a function whose docstring states the reason and when to remove it."""
 import functools, importlib, importlib.metadata, os, pathlib, shutil, tempfile, threading
-from typing import Any
+from collections.abc import Callable
 
 from tinygrad import Device, UOp, dtypes, helpers
-from tinygrad.device import LRUAllocator
+from tinygrad.device import BufferSpec, LRUAllocator
 from tinygrad.engine import realize
 from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer
 from tinygrad.runtime.ops_cpu import CPUAllocator
 from tinygrad.uop.ops import Ops, PatternMatcher, UPat
 
-from tinyvllm.backend import cpu_cores
+from tinyvllm.backend import cpu_cores, renderer
 from tinyvllm.config import logger
 
 from .cpu import AVX512, EXP2, CPUGraph, allocate
@@ -37,6 +37,11 @@ def apply(compiler: str) -> None:
   keep_kernels_on_disk(compiler)
 
 
+def replace(owner: type, name: str, function: Callable) -> None:
+  """Replace a method of a tinygrad class."""
+  setattr(owner, name, function)
+
+
 @functools.cache
 def check_version() -> None:
   version = importlib.metadata.version("tinygrad")
@@ -52,7 +57,7 @@ def run_graphs_on_all_cores() -> None:
 def allocate_huge_pages() -> None:
   """Allocate CPU buffers in huge pages. tinygrad uses pages of 4 KiB, which halves the memory bandwidth.
   Checked with 0.14.0. Remove when CPUAllocator requests huge pages."""
-  CPUAllocator._alloc = allocate   # type: ignore[method-assign]
+  replace(CPUAllocator, "_alloc", allocate)
 
 
 @functools.cache
@@ -62,14 +67,14 @@ def compute_exp2_without_branches() -> None:
   defines = ClangRenderer._render_defines
   def with_exp2(self: ClangRenderer, uops: list[UOp]) -> list[str]: return [EXP2, *defines(self, uops)]
   ClangRenderer.code_for_op = {**ClangRenderer.code_for_op, Ops.EXP2: lambda x, dtype: f"tv_exp2({x})"}
-  ClangRenderer._render_defines = with_exp2   # type: ignore[method-assign, assignment]
+  replace(ClangRenderer, "_render_defines", with_exp2)
 
 
 def use_widest_vectors() -> None:
   """Make clang use the widest vectors. It prefers 256 bits on AVX-512, and tinygrad's float4 loads limit it to 128.
   Checked with 0.14.0. Remove when kernels.py (tests/benchmarks) shows the same speed without this."""
-  compiler = Device.default.renderer.compiler
-  if AVX512 and WIDE not in compiler.args: compiler.args.append(WIDE)   # type: ignore[attr-defined]
+  compiler = renderer().compiler
+  if AVX512 and WIDE not in compiler.args: compiler.args.append(WIDE)
   os.environ["DMC"] = "1"   # turns float4 off
   helpers.getenv.cache_clear()   # type: ignore[attr-defined]
 
@@ -80,9 +85,9 @@ def lock_allocators() -> None:
   tinygrad takes a buffer in two operations. Checked with 0.14.0. Remove when LRUAllocator is thread-safe."""
   lock, alloc = threading.RLock(), LRUAllocator.alloc
 
-  def alloc_locked(self: Any, *args: Any, **kwargs: Any) -> Any:
-    with lock: return alloc(self, *args, **kwargs)
-  LRUAllocator.alloc = alloc_locked   # type: ignore[method-assign]
+  def alloc_locked(self: LRUAllocator, size: int, options: BufferSpec | None = None) -> object:
+    with lock: return alloc(self, size, options)
+  replace(LRUAllocator, "alloc", alloc_locked)
 
 
 def order_kernels_by_ranges() -> None:
@@ -95,7 +100,7 @@ def compile_machine_code() -> str | None:
   """Have nvrtc return machine code. tinygrad requests PTX, which the driver compiles slowly at each start.
   Checked with 0.14.0. Remove when tinygrad's NVRTCCompiler returns cubins for CUDA. Return nvrtc's file, if known."""
   from tinygrad.runtime.autogen import nvrtc
-  Device.default.renderer.compiler.ptx = helpers.DEBUG >= 5   # type: ignore[attr-defined]   # tinygrad prints PTX only
+  renderer().compiler.ptx = helpers.DEBUG >= 5   # tinygrad prints PTX only
   return getattr(nvrtc.dll, "_name", None)
 
 
