@@ -201,18 +201,13 @@ def escapes_of(body: GenerationRequest, ids: list[int], output_format: OutputFor
 def prompt_end(ids: list[int], tokenizer: ChatTokenizer) -> str: return tokenizer.decode(ids[-16:], False)
 
 
-def engine_prompts(prompts: str | list) -> list[Prompt]:
-  """Return the engine's form of one or several prompts, each a str or token ids."""
+def encode_prompts(body: GenerationRequest, engine: LLM, trusts_template: bool) -> list[JsonObject]:
+  """Return the engine's form of a body's prompts."""
+  is_chat = isinstance(body, ChatCompletionRequest)
+  prompts: str | list = body.prompt if isinstance(body, CompletionRequest) else chat_text(
+    body, engine.tokenizer, trusts_template)
   if isinstance(prompts, str) or prompts and isinstance(prompts[0], int): prompts = [prompts]
   check(prompts and all(prompts), "prompt: each prompt must have at least one token")
-  return [{"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt for prompt in prompts]
-
-
-def encode_prompts(body: GenerationRequest, engine: LLM, trusts_template: bool) -> list[JsonObject]:
-  """Return the engine's prompts of a body."""
-  is_chat = isinstance(body, ChatCompletionRequest)
-  prompts = engine_prompts(chat_text(body, engine.tokenizer, trusts_template)
-                           if isinstance(body, ChatCompletionRequest) else body.prompt)
   has_special = body.add_special_tokens or body.add_special_tokens is None and not is_chat
   is_plain = has_special and not is_chat   # the engine encodes like this
   limit = body.truncate_prompt_tokens
@@ -221,8 +216,8 @@ def encode_prompts(body: GenerationRequest, engine: LLM, trusts_template: bool) 
   if limit == -1: limit = max(1, engine.max_model_len - max(1, num_output))
   def kept(size: int) -> slice: return slice(size) if body.truncation_side == "right" else slice(-size, None)
 
-  def encode(prompt: Prompt) -> Prompt:
-    if isinstance(prompt, dict): ids = prompt["prompt_token_ids"]
+  def encode(prompt: str | list[int]) -> Prompt:
+    if isinstance(prompt, list): ids = prompt
     elif limit is None and is_plain: return prompt
     else:
       text = prompt[kept(int(min(engine.tokenizer.max_characters, UNLIMITED)))] if limit else prompt
