@@ -27,7 +27,6 @@ from .tensor_files import FLOATS, NUMBERS, StoredTensor, read_safetensors
 MATRICES = (".weight", ".qweight", ".weight_packed")
 # language_model.model.X or, in newer checkpoints, model.language_model.X; the other tensors are for images
 TEXT_TENSORS = re.compile(r"(?:model\.language_model\.|language_model\.model\.)(.*)|(?:language_model\.)?(lm_head.*)")
-BITS = {"int8": 8, "int4": 4}   # by LLM's option quantization
 
 
 class FastCheckpoint(TensorSource[T], StoredWeights, llama.Checkpoint):
@@ -53,7 +52,7 @@ class FastCheckpoint(TensorSource[T], StoredWeights, llama.Checkpoint):
     return "; ".join(f"{', '.join(sorted({*names[x]}))} {x}" if i else x for i, x in enumerate(formats))
 
   def load(self, model: llama.Llama) -> None:
-    names = [self.method] if self.method else [*BITS]
+    names = [self.method] if self.method else [*fit.QUANTIZED]
     check(self.quantization in (None, *names), f"quantization={self.quantization!r} does not match the model in "
           f"{self.path}, which is {self.method or 'not quantized'}: use {', '.join(map(repr, names))} or leave it out")
     self.model, self.layouts = model, find_layouts(self.quantization_config)
@@ -63,8 +62,8 @@ class FastCheckpoint(TensorSource[T], StoredWeights, llama.Checkpoint):
     plain = [type(x).__name__ for x in model.modules() if type(x).load is Module.load]   # the core's modules
     layers = f"{type(model.backend).__name__}'s {', '.join(dict.fromkeys(plain))}"
     if plain: check_one_device(len(model.devices.names), f": {layers} support one device")
-    check(not plain or self.quantization not in BITS, f"quantization={self.quantization!r} must be None: {layers} have "
-          "no int8 or int4")
+    check(not plain or self.quantization not in fit.QUANTIZED, f"quantization={self.quantization!r} must be None: "
+          f"{layers} have no int8 or int4")
     fit.check_memory(self, self.quantization)
     try:
       for module in helpers.tqdm(model.modules(), desc="loading weights", disable=None): module.load(self)
@@ -122,7 +121,7 @@ class FastCheckpoint(TensorSource[T], StoredWeights, llama.Checkpoint):
   def quantized(self, module: Linear, w: Matrix, in_layer: bool) -> Matrix:
     """Return a shard as requested by LLM's option, with scales that kernels read fast."""
     if self.dtype == np.float16 and self.method in ("gguf", "compressed-tensors"): w = round_scales(w)
-    bits = BITS.get(self.quantization or "")
+    bits = {"int8": 8, "int4": 4}.get(self.quantization or "")
     is_exact = isinstance(self.model, LlamaVariant) and self.model.is_exact(module)
     if bits is None or not in_layer or is_exact or isinstance(w, Quantized): return w
     return quantize(w, 8 if w.shape[1] % 8 else bits)   # int4 is stored in words of eight
