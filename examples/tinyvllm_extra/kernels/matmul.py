@@ -15,7 +15,7 @@ from tinyvllm.backend import cpu_cores, renderer
 from tinyvllm.llama import Checkpoint
 
 from .cpu import cpu_sums
-from .quantized import E2M1, NUMBER_FORMATS, Matrix, UNQUANTIZED, Quantized, half, narrow
+from .quantized import E2M1, NUMBER_FORMATS, Matrix, UNQUANTIZED, Quantized, half_of, narrow
 from .schedule import (Operands, Routes, add_up, axes, axis, divisor, end, fold, kernel_of, lane_axis, shared_by,
                        unrolled)
 from .shards import local_ids, partial_sums
@@ -209,8 +209,8 @@ def store_tile(operands: Operands, total: UOp, t: UOp, n16: UOp, r: UOp, row: UO
 
 
 class Lane:
-  """A lane of a warp that multiplies 16 outputs by 8 rows of x on tensor cores. It loads 8 neighbours out of 32 inputs
-  of x and their weights, 4 at a time. In mma.m16n8k16 (PTX ISA) it has 8 elements of w, 4 of x and 4 of the sum."""
+  """A lane of a warp that multiplies 16 outputs by 8 rows of x on tensor cores. It loads 8 neighbours out of 32
+  inputs and their weights, 4 at a time. In mma.m16n8k16 (PTX ISA) it has 8 elements of w, 4 of x and 4 of the sum."""
   def __init__(self, operands: Operands, routes: Routes):
     self.operands, self.routes = operands, routes
     self.K32 = operands.weight.max_shape[1]
@@ -242,7 +242,7 @@ class Lane:
     scales_sums = self.routes.num_rows <= 8 and group_size % 32 == 0 and is_half
     pair, in_word = self.h * 2 + self.r, 16 // number_format.bits
     words = [weight[n16, k, self.row, self.column, (i * 4 + pair) // in_word] for i in range(2)]
-    q = [half(number_format.pair(word, pair, not scales_sums), self.p) for word in words]
+    q = [half_of(number_format.pair(word, pair, not scales_sums), self.p) for word in words]
     if not scales_sums:
       return times([((y - number_format.bias) * scale + offset).cast(self.operands.x.dtype) for y in q])
     if number_format.is_float: return times(q) * scale.float()

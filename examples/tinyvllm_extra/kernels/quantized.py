@@ -1,5 +1,5 @@
-"""A quantized matrix, w = q * scale + offset in groups of consecutive inputs, as numpy arrays, and the number formats
-of q: how they are stored in words, and how kernels decode them."""
+"""A quantized matrix, w = q * scale + offset in groups of consecutive inputs, as numpy arrays. A number format
+says how q is stored in words, and how kernels decode it."""
 import dataclasses
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ class NumberFormat:
   def value(self, element: UOp, k: UOp) -> UOp:
     """Return the number of input k in float32. element: of W, not for tensor cores, which holds that input."""
     if self.bits == 4: element = element.cast(dtypes.uint32) >> (k % 8 * 4).cast(dtypes.uint32) & 15
-    return half(self.pair(element, UOp.const(0)), UOp.const(0)).float() if self.is_float else element.float()
+    return half_of(self.pair(element, UOp.const(0)), UOp.const(0)).float() if self.is_float else element.float()
 
   def pair(self, word: UOp, i: UOp, has_bias: bool = True) -> UOp:
     """Decode pair i of a word, which has the same bits in both halves, to two float16, as a word: small floats, or
@@ -46,7 +46,7 @@ NUMBER_FORMATS = {   # by the dtype of q
 UNQUANTIZED = NumberFormat(16, np.uint32)   # floats, which are not packed
 
 
-def half(pair: UOp, p: UOp) -> UOp:
+def half_of(pair: UOp, p: UOp) -> UOp:
   """Return one of the two float16 of a word."""
   return (pair >> (p * 16).cast(dtypes.uint32)).cast(dtypes.uint16).bitcast(dtypes.half)
 

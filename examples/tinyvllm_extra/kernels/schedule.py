@@ -133,18 +133,18 @@ class Operands(NamedTuple):
   out: UOp                        # (rows, columns)
   x: UOp                          # (T, K)
   weight: UOp                     # W in a stored shape, see matmul.stored_shape
-  scale: UOp | None = None        # of a quantized W, in a stored shape
+  scale: UOp | None = None        # (N, groups) in a stored shape, if W is quantized
   offset: UOp | None = None       # like scale
   bias: UOp | None = None         # (N,)
   row_groups: UOp | None = None   # (G, 1 + rows) int32, see Routes
-  number_format: NumberFormat = UNQUANTIZED   # of W
-  activation: str = ""            # of GateUp
+  number_format: NumberFormat = UNQUANTIZED   # format of W's numbers
+  activation: str = ""            # name of GateUp's activation function
 
 
 class Routes:
   """Rows of x and out in a multiplication by W, or by one of several matrices stacked in W, the experts. Then
-  row_groups, (G, 1 + rows), holds for each group of rows its expert and its rows of out. Missing rows have out's number
-  of rows. (G, 1) is the expert of each row of out. Consecutive rows of out are products of the same row of x."""
+  row_groups, (G, 1 + rows), holds each group's expert and its rows of out; a missing row is out's number of rows.
+  (G, 1) holds the expert of each row of out. Consecutive rows of out are products of the same row of x."""
   def __init__(self, operands: Operands, axis_id: int, axis_type: AxisType = AxisType.WEAK):
     out, x, weight, self.row_groups = operands.out, operands.x, operands.weight, operands.row_groups
     self.num_targets, self.num_sources = out.max_shape[0], x.max_shape[0]

@@ -8,7 +8,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import Ops
 
-from .quantized import half
+from .quantized import half_of
 from .schedule import Operands
 
 MMA = (8, 16, 16)   # the tensor core used here: n, m, k
@@ -132,8 +132,8 @@ class SharedBuffers:
     """Return the fragments of 16 outputs of W, for the first and the last 16 of the 32 inputs."""
     number_format = self.operands.number_format
     current = iteration % self.tiles.buffers
-    w = self.buffers["weight"].after(loads)
-    start = current * self.sizes["weight"] + (self.warp_tile + n) * self.tile_size
+    w, tile = self.buffers["weight"].after(loads), self.warp_tile + n
+    start = current * self.sizes["weight"] + tile * self.tile_size
     if self.operands.scale is None:
       start = start + self.lane * 4
       return [[w[start + i * 256 + h * 128 + j] for h in range(2) for j in range(4)] for i in range(2)]
@@ -141,11 +141,11 @@ class SharedBuffers:
     words = [w[start + self.lane * num_words + i].load() for i in range(num_words)]
     def pair_of(name: str, r: int) -> UOp:   # an output's scale or offset, twice
       if name not in self.buffers: return UOp.const(0, dtypes.uint32)
-      x = self.buffers[name].after(loads)[current * self.tiles.outputs + (self.warp_tile + n) * 16 + self.row * 2 + r]
+      x = self.buffers[name].after(loads)[current * self.tiles.outputs + tile * 16 + self.row * 2 + r]
       return x.bitcast(dtypes.uint16).cast(dtypes.uint32) * 0x10001
     scale, offset = [[pair_of(name, r) for r in range(2)] for name in ("scale", "offset")]
     bias = int(np.float16(number_format.bias).view(np.uint16)) * 0x10001
     def pair(i: int) -> list[UOp]:
       word = number_format.pair(words[i // (16 // number_format.bits)], UOp.const(i))
-      return [half(scale_pair(word, bias, scale[i % 2], offset[i % 2]), UOp.const(p)) for p in range(2)]
+      return [half_of(scale_pair(word, bias, scale[i % 2], offset[i % 2]), UOp.const(p)) for p in range(2)]
     return [[x for j in range(4) for x in pair(i * 4 + j)] for i in range(2)]

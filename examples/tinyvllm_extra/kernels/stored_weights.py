@@ -26,13 +26,12 @@ class PlainWeights(StoredWeights):
   """The weights of a Checkpoint with only the core's methods, not quantized, for one device."""
   def __init__(self, checkpoint: Checkpoint): self.checkpoint = checkpoint
 
-  def read(self, sources: dict[str, int], suffix: str, *columns: int) -> list[np.ndarray]:
-    parts = [self.checkpoint.read(f"{name}.{suffix}", n, *columns) for name, n in sources.items()]
+  def vectors(self, module: Module, suffix: str, *columns: int) -> list[np.ndarray]:
+    parts = [self.checkpoint.read(f"{name}.{suffix}", n, *columns) for name, n in module.sources.items()]
     return [np.concatenate([part.cast(dtypes.float32).numpy() for part in parts])]
 
-  def vectors(self, module: Module, suffix: str) -> list[np.ndarray]: return self.read(module.sources, suffix)
   def matrices(self, module: Linear) -> Sequence[Matrix]:
-    return self.read(module.sources, "weight", module.weight.max_numel() // module.out_features)
+    return self.vectors(module, "weight", module.weight.max_numel() // module.out_features)
 
   def place(self, module: Module, arrays: Sequence[np.ndarray], dtype: DType | None = None) -> Tensor:
     tensor = Tensor(np.ascontiguousarray(arrays[0]))
