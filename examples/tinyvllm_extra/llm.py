@@ -13,8 +13,7 @@ from .cache import prefix_cache
 from .formats import hub
 from .formats.checkpoints import open_checkpoint
 from .kernels import graphs, parallel
-from .models import find_model
-from .models.embedder import Embedder
+from .models import Embedder, find_model
 from .options import SAMPLING_DEFAULTS, LLMConfig, check_no_lora, setup_logging
 from .pooling import embeddings
 from .sampling import beam_search, logits, speculation

@@ -36,19 +36,18 @@ class Gate:
   is ready, and cancels the route when the client disconnects. not_ready: returns the 503 response, None once ready."""
   def __init__(self, app: ASGIApp, options: ServerConfig, not_ready: Callable[[], fastapi.Response | None]):
     self.app = app
-    self.limit = options.max_body_size
-    self.root_path = options.root_path
+    self.options = options
     keys = options.api_key or [os.environ.get("TINYVLLM_API_KEY", "")]
     self.keys = [os.fsencode(key) for key in keys if key]
     self.not_ready = not_ready
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] != "http": return await self.app(scope, receive, send)
-    refusal = self.refusal(scope["path"].removeprefix(self.root_path), Headers(scope=scope))
-    try: body = await self.read_body(fastapi.Request(scope, receive), 0 if refusal else self.limit)
+    refusal = self.refusal(scope["path"].removeprefix(self.options.root_path), Headers(scope=scope))
+    try: body = await self.read_body(fastapi.Request(scope, receive), 0 if refusal else self.options.max_body_size)
     except ClientDisconnect: return
     if body is None: refusal = refusal or ErrorJSON(413, "the body is larger than --max-body-size="
-                                                         f"{self.limit} bytes")
+                                                         f"{self.options.max_body_size} bytes")
     if refusal: return await refusal(scope, receive, send)
     request = [{"type": "http.request", "body": body}]
     disconnect = asyncio.ensure_future(receive())
@@ -63,13 +62,13 @@ class Gate:
     """Return the request body, or None if it is larger than `limit`. Read and discard up to 8 times the maximum size
     first, because clients read the response only after sending the body. Raises ClientDisconnect."""
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > 8 * self.limit: return None
+    if length.isdecimal() and int(length) > 8 * self.options.max_body_size: return None
     size = 0
     chunks: list[bytes] = []
     async for chunk in request.stream():
       size += len(chunk)
       if size <= limit: chunks.append(chunk)
-      if size > 8 * self.limit: break
+      if size > 8 * self.options.max_body_size: break
     return b"".join(chunks) if size <= limit else None
 
   def refusal(self, path: str, headers: Headers) -> fastapi.Response | None:

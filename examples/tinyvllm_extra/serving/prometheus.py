@@ -42,10 +42,6 @@ Samples = list[tuple[str, dict[str, str], float]]   # suffix of the name, labels
 TOKENS = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
 
 
-def cache_usage(metrics: JsonObject) -> float:
-  return metrics["blocks_used"] / (metrics["blocks_used"] + metrics["blocks_free"] or 1)
-
-
 class Metrics(Collector):
   """A server's Prometheus registry. engine_metrics: returns LLM.get_metrics(), or zeros until the model is loaded."""
   def __init__(self, model_name: str, engine_metrics: Callable[[], JsonObject]):
@@ -64,7 +60,6 @@ class Metrics(Collector):
   def collect(self) -> Iterator[core.Metric]:
     """Yield the engine's metric families. prometheus_client calls this at each scrape."""
     metrics = self.engine_metrics()
-    metrics["kv_cache_usage_perc"] = cache_usage(metrics)
 
     def family(name: str, metric_type: str, text: str, samples: Samples) -> core.Metric:
       metric = core.Metric(f"tinyvllm:{name}", text, metric_type)
@@ -122,6 +117,6 @@ async def log_throughput(engine_metrics: Callable[[], JsonObject]) -> None:
       hit_rate = now["prefix_cache_hits"] / max(1, now["prefix_cache_queries"])
       logger.info(f"Engine 000: Avg prompt throughput: {prompt:.1f} tokens/s, Avg generation throughput: "
                   f"{generation:.1f} tokens/s, Running: {now['num_requests_running']} reqs, Waiting: "
-                  f"{now['num_requests_waiting']} reqs, GPU KV cache usage: {cache_usage(now):.1%}, "
+                  f"{now['num_requests_waiting']} reqs, GPU KV cache usage: {now['kv_cache_usage_perc']:.1%}, "
                   f"Prefix cache hit rate: {hit_rate:.1%}{draft_statistics(now)}")
     before = now
