@@ -20,7 +20,7 @@ from .tools import callable_tools, requires_call
 
 @dataclasses.dataclass
 class Job:
-  """What a builder needs to know about the generation."""
+  """A generation: the builder of its answer reads it."""
   id: str
   model_name: str
   params: SamplingParams
@@ -37,13 +37,14 @@ class Job:
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached}}
 
-  def parser(self, body: ChatCompletionRequest) -> Parser:
-    """Return the parser of one sample's text. To be called before the requests run."""
+  def parsers(self, body: ChatCompletionRequest) -> list[Parser]:
+    """Return the parser of each sample's text. Call it before the requests run."""
     choice = tool_choice_of(body)
     functions = {tool["function"]["name"]: tool["function"].get("parameters") or {}
                  for tool in callable_tools(tools_of(body), choice)}
-    prompt = prompt_end(self.requests[0].sequences[0].tokens, self.tokenizer)
-    return Parser(self.output_format, functions, prompt, requires_call(choice), body.parallel_tool_calls is not False)
+    end = prompt_end(self.requests[0].sequences[0].tokens, self.tokenizer)
+    parallel = body.parallel_tool_calls is not False
+    return [Parser(self.output_format, functions, end, requires_call(choice), parallel) for _ in range(self.params.n)]
 
 
 class Token(NamedTuple):
@@ -123,7 +124,7 @@ class ChoicesBuilder:
             "stop_reason": completion.stop_reason, **own, **self.optional(token_ids=ids)}
 
   def tokens(self, index: int, rows: list[dict[int, Logprob]], with_prompt: bool = False) -> list[Token]:
-    """Return a choice's new tokens, after those of the prompt if requested. rows: their log probabilities."""
+    """Return a choice's new tokens, with_prompt: after its prompt. rows: the log probabilities of these tokens."""
     seq = self.job.requests[index // self.job.params.n].sequences[index % self.job.params.n]
     start = 0 if with_prompt else seq.num_prompt + self.num_generated[index]
     return [Token(seq.tokens[max(0, i - 1):i], seq.tokens[i], row) for i, row in enumerate(rows, start)]
@@ -186,7 +187,7 @@ class ChatBuilder(ChoicesBuilder):
 
   def __init__(self, body: ChatCompletionRequest, job: Job):
     super().__init__(body, job)
-    self.parsers = [job.parser(body) for _ in range(job.params.n)]
+    self.parsers = job.parsers(body)   # by choice
     self.num_calls = collections.Counter[int]()   # by choice
     last = body.messages[-1]
     # The answer continues the last message if the template does not start a new one

@@ -101,7 +101,7 @@ class Serving:
   # Generation
 
   async def answer(self, body: B, builder_class: Callable[[B, Job], Builder]) -> Response:
-    """Generate what a body asks for. Return the builder's response, or a stream of its events."""
+    """Run the requests of a body. Return the builder's response, or a stream of its events."""
     self.check_model(body.model or None)
     params, prompts = await asyncio.to_thread(self.prepare, body)
     num_new = len(prompts) * params.n

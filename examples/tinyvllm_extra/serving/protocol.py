@@ -96,7 +96,7 @@ class ChatCompletionRequest(Body): messages: list[JsonObject]
 @with_fields(**TOOLS | TEMPLATE, model=str, prompt=str, messages=list[dict], add_special_tokens=bool,
              return_token_strs=bool)
 class TokenizeRequest(Body):
-  tool_choice: ClassVar[None] = None   # the text is the same without these fields of a chat
+  tool_choice: ClassVar[None] = None   # a chat has these two fields, too
   reasoning_effort: ClassVar[None] = None
 
 

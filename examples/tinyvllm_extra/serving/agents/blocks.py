@@ -88,7 +88,7 @@ class BlockBuilder:
   and last events."""
   def __init__(self, chat: ChatCompletionRequest, job: Job):
     self.job = job
-    self.parser = job.parser(chat)
+    self.parser, = job.parsers(chat)
     self.blocks: list[Block] = []
     self.end: CompletionOutput | None = None   # the last output
 
