@@ -16,8 +16,9 @@ from tinyvllm import LLM
 from tinyvllm.backend import Backend
 from tinyvllm.config import InputError
 from tinyvllm_extra.formats import weights
-from tinyvllm_extra.formats.quantization import E4M3, Quantized, decode_float, dequantize
+from tinyvllm_extra.formats.quantization import Quantized, decode_float, dequantize
 from tinyvllm_extra.formats.checkpoints import open_checkpoint
+from tinyvllm_extra.kernels.quantized import E4M3
 
 PROMPT = [5, 17, 99, 250, 31]
 WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 384}   # multiples of 128
