@@ -15,7 +15,7 @@ from tinyvllm_extra.text.parsers import OutputFormat, Parser
 from .errors import internal_error
 from .protocol import (ChatCompletionRequest, CompletionRequest, GenerationRequest, StreamOptions, prompt_end,
                        tool_choice_of, tools_of)
-from .tools import callable_tools, requires_call
+from .tools import callable_functions, requires_call
 
 
 @dataclasses.dataclass
@@ -40,8 +40,7 @@ class Job:
   def parsers(self, body: ChatCompletionRequest) -> list[Parser]:
     """Return the parser of each sample's text. Call it before the requests run."""
     choice = tool_choice_of(body)
-    functions = {tool["function"]["name"]: tool["function"].get("parameters") or {}
-                 for tool in callable_tools(tools_of(body), choice)}
+    functions = callable_functions(tools_of(body), choice)
     end = prompt_end(self.requests[0].sequences[0].tokens, self.tokenizer)
     parallel = body.parallel_tool_calls is not False
     return [Parser(self.output_format, functions, end, requires_call(choice), parallel) for _ in range(self.params.n)]

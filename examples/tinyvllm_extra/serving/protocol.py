@@ -117,7 +117,7 @@ Conversation = ChatCompletionRequest | TokenizeRequest
 
 
 def tools_of(body: Conversation) -> list[JsonObject]:
-  """Return the tools that the chat template shows. The answer may call only some of them: see callable_tools."""
+  """Return the tools that the chat template shows. The answer may call only some of them: see callable_functions."""
   return [] if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or []]
 
 

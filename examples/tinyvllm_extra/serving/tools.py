@@ -18,15 +18,17 @@ def requires_call(choice: Choice) -> bool:
   return choice["type"] == "function" or choice["allowed_tools"]["mode"] == "required"
 
 
-def callable_tools(tools: list[JsonObject], choice: Choice) -> list[JsonObject]:
-  """Return the tools that the response may call. Raises InputError for an unknown function in tool_choice."""
-  if not isinstance(choice, dict): return tools
+def callable_functions(tools: list[JsonObject], choice: Choice) -> dict[str, JsonObject]:
+  """Return the parameters of the functions that the response may call, by name. Raises InputError for an unknown
+  function in tool_choice."""
+  functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+  if not isinstance(choice, dict): return functions
   choices = [choice] if choice["type"] == "function" else choice["allowed_tools"]["tools"]
-  functions = {tool["function"]["name"]: tool for tool in tools}
   check(functions, f"tool_choice={choice!r} requires tools")
-  for name in (x["function"]["name"] for x in choices):
+  names = [x["function"]["name"] for x in choices]
+  for name in names:
     check(name in functions, f"tool_choice: unknown function {name!r}; use one of {', '.join(functions)}")
-  return [functions[x["function"]["name"]] for x in choices]
+  return {name: functions[name] for name in names}
 
 
 def calls_schema(tools: list[JsonObject], choice: Choice, parallel: bool = True) -> JsonObject | None:
@@ -35,11 +37,10 @@ def calls_schema(tools: list[JsonObject], choice: Choice, parallel: bool = True)
   choice: "auto", "none", "required", {"type": "function", "function": {"name": ...}}, which is called once, or
   {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}. Raises InputError for an unknown function
   or for schemas that cannot be merged."""
-  selection = callable_tools(tools, choice)
+  functions = callable_functions(tools, choice)
   if not requires_call(choice): return None
-  check(selection, f"tool_choice={choice!r} requires tools")
-  functions = {tool["function"]["name"]: close(tool["function"].get("parameters") or NO_PARAMETERS)
-               for tool in selection}
+  check(functions, f"tool_choice={choice!r} requires tools")
+  functions = {name: close(parameters or NO_PARAMETERS) for name, parameters in functions.items()}
   calls = [{"type": "object", "properties": {"name": {"const": name}, "arguments": parameters},
             "required": ["name", "arguments"], "additionalProperties": False} for name, parameters in functions.items()]
   is_single = not parallel or isinstance(choice, dict) and choice["type"] == "function"
