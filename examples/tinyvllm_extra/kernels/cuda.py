@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
-from tinygrad import Device, Tensor
+from tinygrad import Tensor
 from tinygrad.device import Buffer, BufferSpec
 from tinygrad.dtype import _to_np_dtype
 from tinygrad.runtime.autogen import cuda
@@ -56,8 +56,8 @@ class CUDABackend(FastBackend):
     """Start to copy a tensor to the host. Return a function that waits for the copy and returns nested lists.
     tinygrad's own read-back also waits for kernels that were launched later."""
     if not tensor.numel(): return tensor.tolist
-    device = cast(CUDADevice, Device.default)
     buffer = cast(Buffer, tensor.uop.buffer)
+    device = cast(CUDADevice, buffer.allocator.dev)   # Device.default is forbidden while another thread captures
     check(cuda.cuCtxSetCurrent(device.context))
     host = device.allocator.alloc(buffer.nbytes, PINNED)
     check(cuda.cuMemcpyDtoHAsync_v2(host, buffer._buf, buffer.nbytes, None))

@@ -16,7 +16,7 @@ from tinyvllm.runner import GraphKey, Runner, build_step, next_power_of_two
 from .tinygrad_patches import num_compiled
 
 CAPTURE_THRESHOLD = 16   # requests for a graph shape before it gets its own capture
-Variant = tuple[SamplerMode, object]   # of a graph: its sampler and its LogitsPlan or None
+Variant = tuple[SamplerMode, object]   # a graph's sampler, and its LogitsPlan or None
 
 
 def sizes_of(key: GraphKey) -> tuple[int, ...]:

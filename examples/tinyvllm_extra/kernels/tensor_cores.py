@@ -28,6 +28,7 @@ TILE = 64   # tokens in a query tile
 MIN_WORK_GROUPS = 128   # to keep a GPU busy
 SHARED_BYTES = 2**15    # limit for a work group's results in shared memory
 SCALE_FACTOR = 64       # keeps products of softmax weights and V's scales in float16's normal range
+ATTEND = KernelInfo(name="attend_tc", opts_to_apply=())
 NEAR = 8                # dimensions in each half of a head that a lane rotates
 
 
@@ -139,18 +140,14 @@ def decode_kernel(out: UOp, *inputs: UOp, options: ScoreOptions, splits: int) ->
   out: (T, KV, G, D), or with split-KV (splits, T, KV, G, D) in float32. inputs: see Warp; with split-KV no sinks, but
   logs, (splits, T, KV, G): log2 of the sum of the weights."""
   inputs, split_logs = (inputs[:-1], inputs[-1:]) if splits > 1 else (inputs, ())
-  return attend_sink(DecodeWarp(options, inputs, splits).stores(out, split_logs))
+  return UOp.group(*DecodeWarp(options, inputs, splits).stores(out, split_logs)).sink(arg=ATTEND)
 
 
 def prefill_kernel(out: UOp, *inputs: UOp, options: ScoreOptions) -> UOp:
   """Compute attention for more than TILE tokens. A work group has a query head and a query tile (see add_query_tiles),
   16 tokens per warp. For a tile of up to 16 tokens, the warps split the context instead.
   out: (T, KV, G, D). inputs: see Warp."""
-  return attend_sink([PrefillWarp(options, inputs).stores(out)])
-
-
-def attend_sink(stores: list[UOp]) -> UOp:
-  return UOp.group(*stores).sink(arg=KernelInfo(name="attend_tc", opts_to_apply=()))
+  return UOp.group(PrefillWarp(options, inputs).stores(out)).sink(arg=ATTEND)
 
 
 # A block of the context. start: its first position. base: physical block * KV + K/V head
@@ -222,10 +219,6 @@ class Warp:
     if not self.has_words:   # unwritten positions may hold NaN
       return [(position + e <= self.last).where(x, HALF_ZERO) for e, x in enumerate(elements)]
     return [x for e in (0, 2) for x in self.halves(*[word >> n % 4 * 8 & 255 for word in elements[e:e + 2]])]
-
-  def dimension(self, n: int, i: UOp) -> UOp:
-    """Return the dimension at index i of the n-th eight."""
-    return n // 4 * 32 + i * 4 + n % 4 if self.has_words else n * 8 + i
 
   def scale(self, block: Block, kv: int, i: UOp) -> UOp:
     """Load the int8 scale of K (kv 0) or V (1) at the block's i-th position."""
@@ -406,8 +399,9 @@ def warp_results(warp: Warp) -> tuple[UOp, UOp]:
     stores.append(logs.base.index(row.valid(exists & (warp.column < 1))).store(log))
     for n, e in itertools.product(range(warp.D // 8), range(2)):
       total = state.total[(n * len(warp.rows) + r) * 2 + e] * factor - offset
-      to = row * warp.D + warp.dimension(n, warp.column * 2 + e)
-      stores.append(means.base.index(to.valid(exists)).store(total / weight))
+      i = warp.column * 2 + e   # in the n-th eight dimensions
+      d = n // 4 * 32 + i * 4 + n % 4 if warp.has_words else n * 8 + i
+      stores.append(means.base.index((row * warp.D + d).valid(exists)).store(total / weight))
   done = UOp.group(*stores)
   return means.after(done), logs.after(done)
 
