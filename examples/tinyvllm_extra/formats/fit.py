@@ -67,7 +67,7 @@ def is_in_layer(name: str) -> bool: return bool(re.search(r"\b(layers|h)\.\d", n
 
 
 class Weight(NamedTuple):
-  """What the memory of a weight depends on."""
+  """The facts that determine the memory of a weight."""
   name: str
   num_axes: int
   num_elements: int

@@ -227,9 +227,7 @@ def read_options(arch: str, metadata: JsonObject, config: JsonObject) -> JsonObj
 def rename(path: pathlib.Path, config: JsonObject, tensors: dict[str, GGUFTensor]) -> dict[str, GGUFTensor]:
   """Return the tensors under Hugging Face's names, with the rows of q and k in its order."""
   heads = config["num_attention_heads"]
-  head_dim = config["head_dim"]
   permuted = {"attn_q": heads, "attn_k": config.get("num_key_value_heads", heads)}   # number of heads
-  if config["model_type"] not in PERMUTED: permuted = {}
   names = NAMES | OWN_NAMES.get(config["model_type"], {})
   renamed = {}
   for name, tensor in tensors.items():
@@ -237,11 +235,11 @@ def rename(path: pathlib.Path, config: JsonObject, tensors: dict[str, GGUFTensor
     components = name.split(".")
     is_supported = len(components) > 1 and all(x in names or x.isdecimal() for x in components[:-1])
     check(is_supported, f"model: {path}: tensor {name} is not supported; supported: {', '.join(names)}")
-    n = permuted.get(components[-2])
+    n = permuted.get(components[-2]) if config["model_type"] in PERMUTED else None
     if n:   # these rows are in different halves of a head here
-      num_rows = tensor.shape[0]
-      check(num_rows == n * head_dim, f"model: {path}: tensor {name} has {num_rows} rows; expected {n * head_dim}")
-      tensor = dataclasses.replace(tensor, row_order=np.arange(num_rows).reshape(n, -1, 2).swapaxes(1, 2).ravel())
+      rows = n * config["head_dim"]
+      check(tensor.shape[0] == rows, f"model: {path}: tensor {name} has {tensor.shape[0]} rows; expected {rows}")
+      tensor = dataclasses.replace(tensor, row_order=np.arange(rows).reshape(n, -1, 2).swapaxes(1, 2).ravel())
     renamed[".".join(names.get(x, x) for x in components)] = tensor
   return renamed
 

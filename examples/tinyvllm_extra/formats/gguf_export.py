@@ -10,7 +10,7 @@ from tinyvllm_extra.models import find_model
 
 from .gguf import GGUFCheckpoint, GGUFTensor
 from .gguf_tokenizer import read_tokenizer
-from .gguf_types import Format, common_format
+from .gguf_types import Format, TensorType, common_format
 from .tensor_files import write_safetensors
 
 FUSED = {**dict.fromkeys(["q_proj", "k_proj", "v_proj"], "qkv"), **dict.fromkeys(["gate_proj", "up_proj"], "gate_up")}
@@ -18,14 +18,12 @@ FUSED = {**dict.fromkeys(["q_proj", "k_proj", "v_proj"], "qkv"), **dict.fromkeys
 
 def matrix_formats(tensors: dict[str, GGUFTensor]) -> dict[str, Format | str]:
   """Return the format or dtype of each matrix by its module's name, equal for fused matrices."""
-  fused: dict[str, list[str]] = collections.defaultdict(list)
+  fused: dict[str, dict[str, TensorType]] = collections.defaultdict(dict)
   for name in [name.removesuffix(".weight") for name, tensor in tensors.items() if len(tensor.shape) == 2]:
     parent, _, module = name.rpartition(".")
-    fused[f"{parent}.{FUSED.get(module, module)}"].append(name)
-  formats: dict[str, Format | str] = {}
-  for names in fused.values():
-    formats |= dict.fromkeys(names, common_format([tensors[f"{name}.weight"].tensor_type for name in names]))
-  return formats
+    fused[f"{parent}.{FUSED.get(module, module)}"][name] = tensors[f"{name}.weight"].tensor_type
+  common = {key: common_format([*types.values()]) for key, types in fused.items()}
+  return {name: common[key] for key, types in fused.items() for name in types}
 
 
 def quantization_config(formats: dict[str, Format | str]) -> JsonObject:

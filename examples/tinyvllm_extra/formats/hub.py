@@ -92,11 +92,10 @@ class Repository:
 
   def list_files(self) -> dict[str, int]:
     """Return the sizes of the repository's files. If the hub cannot be reached, list the cached files only."""
-    errors = self.hub.errors
     try: tree = self.hub.get_cached_repo_tree(self.name, revision=self.commit, cache_dir=self.cache)
-    except errors.CachedRepoTreeNotFoundError:   # this program has not completed a download
+    except self.hub.errors.CachedRepoTreeNotFoundError:   # this program has not completed a download
       try: tree = [*self.hub.list_repo_tree(self.name, recursive=True, revision=self.commit.resolved)]
-      except (errors.HTTPError, OSError):
+      except (self.hub.errors.HTTPError, OSError):
         if not self.folder.exists(): raise
         return {str(path.relative_to(self.folder)): path.stat().st_size for path in self.folder.rglob("*")}
     return {x.path: x.size for x in tree if hasattr(x, "size")}   # without folders

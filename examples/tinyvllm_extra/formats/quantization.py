@@ -15,8 +15,8 @@ from tinyvllm_extra.models.layers import VariantConfig
 from .tensor_files import StoredTensor
 
 GROUP = 32         # inputs that share a scale in weights quantized at load
-T = TypeVar("T", bound=StoredTensor)
 CHUNK = 2**17      # weights that a thread quantizes at a time: they fit a core's cache
+T = TypeVar("T", bound=StoredTensor)
 
 
 class Layout(NamedTuple):
@@ -37,8 +37,8 @@ class TensorSource(Generic[T]):
   path: pathlib.Path
   model: Llama
   unread: dict[str, T]               # by the names of the model's modules
-  quantization_config: JsonObject    # of config.json, empty if there is none
-  layouts: list[Layout]              # of its quantized matrices
+  quantization_config: JsonObject    # config.json's, or empty
+  layouts: list[Layout]              # layouts of quantized matrices
   method: str | None                 # quantization method
   dtype: type[np.floating]           # dtype to dequantize to
 
@@ -150,10 +150,10 @@ class PackedMatrix:
     check(self.bits in (2, 3, 4, 8), f"{weight} has shape {[*stored[weight]]}, not 2, 3, 4 or 8 bits of {[*shape]}")
 
   def check_config(self) -> None:
-    config, num_inputs = self.source.quantization_config, self.shape[1]
-    for field, actual in (("bits", self.bits), ("group_size", num_inputs // self.num_groups)):
+    config = self.source.quantization_config
+    for field, actual in (("bits", self.bits), ("group_size", self.shape[1] // self.num_groups)):
       value = config.get(field, actual)
-      is_same = value == actual or field == "group_size" and self.num_groups == 1 and not 0 < value < num_inputs
+      is_same = value == actual or field == "group_size" and self.num_groups == 1 and not 0 < value < self.shape[1]
       text = f"quantization_config: {field}={value}, but {self.name}.{self.layout.weight} has {actual}"
       check(is_same or "dynamic" in config, text)
 
@@ -173,7 +173,7 @@ class PackedMatrix:
     return values + np.uint8(shift) & 7 if shift and self.bits == 3 else values
 
   def column_order(self) -> np.ndarray:
-    """Return the order of columns in which groups are consecutive."""
+    """Return the order of columns that makes each group consecutive."""
     in_order = np.arange(self.shape[1]) // (self.shape[1] // self.num_groups)
     name = f"{self.name}.{self.layout.group}"
     index = np.array(self.source.array(name, self.shape[1])) if self.has(self.layout.group) else in_order
@@ -220,28 +220,24 @@ def dequantize(w: Matrix, dtype: DTypeLike = np.float16) -> np.ndarray:
   return weight[:, np.argsort(w.order)] if (np.diff(w.order) != 1).any() else weight   # a copy takes most of the time
 
 
-def concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
-  """Stack the rows of arrays, in float32 if their dtypes differ."""
-  mixed = len({x.dtype for x in arrays}) > 1
-  return np.concatenate([to_float32(x) for x in arrays] if mixed else arrays)
-
-
 def stack(matrices: Sequence[Matrix]) -> Matrix:
-  """Stack the rows of matrices with the same quantization, or none."""
+  """Stack the rows of matrices with the same quantization or, in float32 if their dtypes differ, of arrays."""
   if len(matrices) == 1: return matrices[0]
   arrays = [x for x in matrices if isinstance(x, np.ndarray)]
   quantized = [x for x in matrices if isinstance(x, Quantized)]
   is_alike = len({(x.q.dtype, x.scale.shape[1], x.order.tobytes()) for x in quantized}) + bool(arrays) == 1
   check(is_alike, "quantization_config: q, k and v of a layer, or gate and up, are not quantized alike: quantize them "
         "together")
-  return concatenate(arrays) if arrays else stack_quantized(quantized)
+  if quantized: return stack_quantized(quantized)
+  is_mixed = len({x.dtype for x in arrays}) > 1
+  return np.concatenate([to_float32(x) for x in arrays] if is_mixed else arrays)
 
 
 def stack_quantized(matrices: Sequence[Quantized]) -> Quantized:
-  q, scale = np.concatenate([x.q for x in matrices]), np.concatenate([x.scale for x in matrices])
   offsets = [np.zeros_like(x.scale) if x.offset is None else x.offset for x in matrices]
   has_offset = any(x.offset is not None for x in matrices)
-  return Quantized(q, scale, np.concatenate(offsets) if has_offset else None, matrices[0].order)
+  return Quantized(np.concatenate([x.q for x in matrices]), np.concatenate([x.scale for x in matrices]),
+                   np.concatenate(offsets) if has_offset else None, matrices[0].order)
 
 
 def pad_rows(w: Matrix, count: int) -> Matrix:

@@ -1,4 +1,4 @@
-"""Tensors in files: where they are, how they are read, and the reader and writer of safetensors files."""
+"""A tensor in a file, and the reader and writer of safetensors files."""
 import dataclasses, json, math, pathlib
 from collections.abc import Iterable
 from typing import BinaryIO

@@ -20,7 +20,7 @@ from tinyvllm_extra.text.huggingface import ChatTokenizer, load_tokenizer
 
 from . import fit
 from .float_formats import DEQUANTIZED, READERS, UNUSED, read_stacked
-from .quantization import (T, TensorSource, concatenate, dequantize, describe, find_layouts, map_rows, pad_rows,
+from .quantization import (T, TensorSource, dequantize, describe, find_layouts, map_rows, pad_rows,
                            quantize, read_matrix, round_scales, split, stack, to_float32)
 from .tensor_files import FLOATS, NUMBERS, StoredTensor, read_safetensors
 
@@ -55,7 +55,8 @@ class FastCheckpoint(TensorSource[T], StoredWeights, llama.Checkpoint):
     names = [self.method] if self.method else [*fit.QUANTIZED]
     check(self.quantization in (None, *names), f"quantization={self.quantization!r} does not match the model in "
           f"{self.path}, which is {self.method or 'not quantized'}: use {', '.join(map(repr, names))} or leave it out")
-    self.model, self.layouts = model, find_layouts(self.quantization_config)
+    self.model = model
+    self.layouts = find_layouts(self.quantization_config)
     tensors = self.stored_tensors()
     self.unread = model.arrange(tensors) if isinstance(model, LlamaVariant) else tensors
     self.dtype = np.float32 if model.dtype == dtypes.float32 else np.float16
@@ -96,17 +97,18 @@ class FastCheckpoint(TensorSource[T], StoredWeights, llama.Checkpoint):
 
   def vectors(self, module: Module, suffix: str) -> list[np.ndarray]:
     """Read a norm's weight or a bias and return each device's shard. The first device adds the bias of partial sums."""
-    num_devices, axis = len(self.model.devices.names), module.axis if isinstance(module, Linear) else None
+    num_devices = len(self.model.devices.names)
+    axis = module.axis if isinstance(module, Linear) else None
     count = num_devices if axis == 0 else 1
     whole = {name: self.array(f"{name}.{suffix}", n * count) for name, n in module.sources.items()}
     splits = [np.split(np.asarray(self.ordered(name, x)), count) for name, x in whole.items()]
-    shards = [concatenate(parts) for parts in zip(*splits, strict=True)]
+    shards = [np.asarray(stack(parts)) for parts in zip(*splits, strict=True)]
     return shards + [np.zeros_like(shards[0]) if axis == 1 else shards[0]] * (num_devices - count)
 
   def matrices(self, module: Linear) -> list[Matrix]:
     """Read the matrix of a Linear and return each device's shard, quantized as requested, except embeddings."""
-    model, count = self.model, len(self.model.devices.names)
-    in_layer = all(module is not x for x in vars(model).values())   # else a row for each token, and padding
+    count = len(self.model.devices.names)
+    in_layer = all(module is not x for x in vars(self.model).values())   # else a row for each token, and padding
     rows = {name: n * (count if module.axis == 0 else 1) for name, n in module.sources.items()}
     columns = module.weight.max_numel() // module.out_features * (count if module.axis == 1 else 1)
     limit = self.hf_config["vocab_size"]
@@ -116,7 +118,7 @@ class FastCheckpoint(TensorSource[T], StoredWeights, llama.Checkpoint):
     whole = [pad_rows(w, n) for w, n in zip(whole, rows.values(), strict=True)]
     splits = [split(w, count, module.axis, self.dtype) for w in whole]
     shards = [self.quantized(module, stack(parts), in_layer) for parts in zip(*splits, strict=True)]
-    return [dequantize(w, self.dtype) for w in shards] if module is model.embed_tokens else shards
+    return [dequantize(w, self.dtype) for w in shards] if module is self.model.embed_tokens else shards
 
   def quantized(self, module: Linear, w: Matrix, in_layer: bool) -> Matrix:
     """Return a shard as requested by LLM's option, with scales that kernels read fast."""
