@@ -44,12 +44,12 @@ def local_path(model: str | pathlib.Path, config: LLMConfig = LLMConfig()) -> pa
     check(path.exists(), f"model={str(model)!r} does not exist: pass a folder, a GGUF file, or a name ORG/NAME")
     return path
   setup_logging()
-  name, kind = match.groups()
+  name, suffix = match.groups()
   hub = optional("huggingface_hub", "hf", f"model={model!r}")
   importlib.import_module("huggingface_hub.file_download")   # with it the package has errors, constants and utils
   with explained_errors(hub, f"model={model!r}", f"{hub.constants.ENDPOINT}/{name}", config.revision):
     repository = Repository(hub, name, config.revision, config.download_dir)
-    files = repository.choose(kind)
+    files = repository.choose(suffix)
     missing = [file for file in files if not (repository.folder / file).exists()]
     if missing: repository.report(files, missing, config)
     for file in missing:
@@ -98,23 +98,23 @@ class Repository:
       except (self.hub.errors.HTTPError, OSError):
         if not self.folder.exists(): raise
         return {str(path.relative_to(self.folder)): path.stat().st_size for path in self.folder.rglob("*")}
-    return {x.path: x.size for x in tree if hasattr(x, "size")}   # without folders
+    return {x.path: x.size for x in tree if isinstance(x, self.hub.RepoFile)}   # without folders
 
-  def choose(self, kind: str | None) -> list[str]:
-    """Return the files of the model folder, or all parts of a GGUF model in order. kind: type or file of the latter."""
+  def choose(self, suffix: str | None) -> list[str]:
+    """Return the files of the model folder, or all parts of a GGUF model in order. suffix: its type or file."""
     files = [file for file in self.sizes if FILES.fullmatch(file)]
-    if not kind and any(file.endswith(".safetensors") for file in files): return files
+    if not suffix and any(file.endswith(".safetensors") for file in files): return files
     models: dict[str, list[str]] = {}   # by path without the ending
     for file in sorted(self.sizes):
       if ENDING.search(file) and not file.startswith("mmproj"): models.setdefault(ENDING.sub("", file), []).append(file)
     check(models, f"model='{self.name}' has no *.safetensors and no *.gguf, which tinyvllm reads: choose another one")
-    pattern = re.compile(rf"(^|[-./]){re.escape(ENDING.sub('', kind or ''))}$", re.IGNORECASE)
-    matches = [model for model in models if not kind or pattern.search(model)]
+    pattern = re.compile(rf"(^|[-./]){re.escape(ENDING.sub('', suffix or ''))}$", re.IGNORECASE)
+    matches = [model for model in models if not suffix or pattern.search(model)]
     candidates = matches or [*models]
-    kinds = {re.split("[-./]", model)[-1] for model in candidates}
-    choices = sorted(kinds if len(kinds) == len(candidates) else candidates)
-    check(len(matches) == 1, f"model='{self.name}{f':{kind}' if kind else ''}' matches {len(matches)} GGUF models: use "
-          f"{self.name}:TYPE with one of {', '.join(choices)}")
+    endings = {re.split("[-./]", model)[-1] for model in candidates}
+    choices = sorted(endings if len(endings) == len(candidates) else candidates)
+    check(len(matches) == 1, f"model='{self.name}{f':{suffix}' if suffix else ''}' matches {len(matches)} GGUF models: "
+          f"use {self.name}:TYPE with one of {', '.join(choices)}")
     return models[matches[0]]
 
   def report(self, files: list[str], missing: list[str], config: LLMConfig) -> None:

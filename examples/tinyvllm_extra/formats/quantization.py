@@ -234,8 +234,8 @@ def stack(matrices: Sequence[Matrix]) -> Matrix:
 
 
 def stack_quantized(matrices: Sequence[Quantized]) -> Quantized:
-  offsets = [np.zeros_like(x.scale) if x.offset is None else x.offset for x in matrices]
   has_offset = any(x.offset is not None for x in matrices)
+  offsets = [np.zeros_like(x.scale) if x.offset is None else x.offset for x in matrices if has_offset]
   return Quantized(np.concatenate([x.q for x in matrices]), np.concatenate([x.scale for x in matrices]),
                    np.concatenate(offsets) if has_offset else None, matrices[0].order)
 
