@@ -90,7 +90,7 @@ def test_type_equals_gguf_package(tmp_path, kind, config):
   for dtype, count in ((dtypes.float32, 2), (dtypes.float16, 1), (dtypes.bfloat16, 1)):
     model = load_model(path, dtype, count)
     check_weights_equal(model, load_model(folder, dtype, count))
-    scales = {scale.dtype for module in model.modules() for scale in getattr(module, "scales", ())}
+    scales = {scale.dtype for module in model.modules() for scale in getattr(module, "scales", {}).values()}
     assert scales == {getattr(dtypes, exact) if dtype == dtypes.float32 else dtypes.float16}
     assert model.embed_tokens.weight.dtype == dtype
 

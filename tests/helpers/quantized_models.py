@@ -174,7 +174,7 @@ class Matrices(SafetensorsCheckpoint):
     count = len(self.model.devices.names)
     rows, columns = [(count, 1), (1, count)][axis]
     sources = {name: n // rows for name, n in sources.items()}
-    weight = SimpleNamespace(numel=lambda: sum(sources.values()) * inputs // columns)
+    weight = SimpleNamespace(max_numel=lambda: sum(sources.values()) * inputs // columns)
     return self.matrices(SimpleNamespace(axis=axis, sources=sources, out_features=sum(sources.values()), weight=weight))
 
 
