@@ -48,8 +48,9 @@ def test_read_back_of_a_gpu_frees_its_memory_also_if_it_is_dropped(monkeypatch, 
   allocator.alloc.return_value = ctypes.addressof(ctypes.c_char.from_buffer(values))
   for name, x in (("cuda", driver), ("check", lambda status: None), ("init_c_var", lambda *_: "event")):
     monkeypatch.setattr(cuda, name, x)
-  monkeypatch.setattr(cuda, "Device", SimpleNamespace(default=device))
-  read = cuda.CUDABackend().start_reading(Tensor.zeros(2, 3).contiguous().realize())
+  tensor = Tensor.zeros(2, 3).contiguous().realize()
+  monkeypatch.setattr(tensor.uop.buffer.allocator, "dev", device)
+  read = cuda.CUDABackend().start_reading(tensor)
   assert not allocator.free.called and not device.pending_copyin
   if is_read: assert read() == values.reshape(2, 3).tolist()
   del read

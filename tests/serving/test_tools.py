@@ -10,7 +10,7 @@ from helpers.requests import flags
 from helpers.servers import LocalServer, checked, error_of, stream
 from tinyvllm_extra.text.parsers import find_format
 from tinyvllm_extra.serving.protocol import ChatCompletionRequest, escapes_of, tools_of
-from tinyvllm_extra.serving.tools import calls_schema
+from tinyvllm_extra.text.tools import calls_schema
 
 TIME = {"type": "function", "function": {"name": "time", "parameters": {
   "type": "object", "properties": {"zone": {"enum": ["UTC"]}}, "required": ["zone"], "additionalProperties": False}}}

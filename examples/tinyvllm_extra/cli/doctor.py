@@ -13,8 +13,8 @@ from tinyvllm import __version__, backend, config
 from tinyvllm.config import InputError, JsonObject
 from tinyvllm_extra import kernels
 from tinyvllm_extra.formats import gguf_export
-from tinyvllm_extra.formats.fit import DTYPES, GIB, QUANTIZED, estimate_fit, open_device, prequantized
 from tinyvllm_extra.formats.checkpoints import open_checkpoint
+from tinyvllm_extra.formats.fit import DTYPES, GIB, QUANTIZED, estimate_fit, open_device, prequantized
 from tinyvllm_extra.formats.gguf import GGUFCheckpoint
 from tinyvllm_extra.kernels.drivers import device_memory, host_memory
 from tinyvllm_extra.models import find_model

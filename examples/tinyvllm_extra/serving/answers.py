@@ -11,11 +11,11 @@ from tinyvllm.engine import Request
 from tinyvllm_extra.text.conversations import plain_text
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 from tinyvllm_extra.text.parsers import OutputFormat, Parser
+from tinyvllm_extra.text.tools import callable_functions, requires_call
 
 from .errors import internal_error
 from .protocol import (ChatCompletionRequest, CompletionRequest, GenerationRequest, StreamOptions, prompt_end,
                        tool_choice_of, tools_of)
-from .tools import callable_functions, requires_call
 
 
 @dataclasses.dataclass

@@ -12,9 +12,9 @@ from tinyvllm_extra.llm import LLM
 from tinyvllm_extra.text.conversations import render_conversation
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 from tinyvllm_extra.text.parsers import OutputFormat
+from tinyvllm_extra.text.tools import Choice, calls_schema, requires_call
 
 from .fields import NO_EFFECT, Body, Int, Prompts, with_fields
-from .tools import Choice, calls_schema, requires_call
 
 UNLIMITED = 2**31 - 1   # max_tokens without a limit below max_model_len
 
