@@ -152,8 +152,7 @@ class Engine(LoadedModel):
                         order=(priority, next(self._arrivals)), stop_ids=stop_ids,
                         processor=params.processor(self.tokenizer, model)) for i in range(params.n)]
     samples[0].siblings += samples[1:]
-    streams = [TextStream(self.tokenizer, seq) for seq in samples]
-    return Request(request_id, text, None, streams)
+    return Request(request_id, text, None, [TextStream(self.tokenizer, seq) for seq in samples])
 
   def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
     """Return a prompt's text (None for a prompt of token ids) and its token ids. prompt: a str, {"prompt": str} or

@@ -1,5 +1,5 @@
 """Sampling parameters, sequences and outputs of a request. Declares two seams: LogitsProcessor and Proposer."""
-import dataclasses, enum, itertools
+import dataclasses, enum
 from typing import Any, Protocol
 
 import numpy as np
@@ -73,9 +73,6 @@ class Proposer(Protocol):
     """Verify a step's draft tokens, `engine.append` the new tokens, and free the blocks of rejected drafts."""
 
 
-table_versions = itertools.count()
-
-
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Sequence:
   """The tokens of one sample. The KV cache holds K and V of the first `num_computed` tokens."""
@@ -102,9 +99,8 @@ class Sequence:
     self.restart()
 
   def restart(self) -> None:
-    """Discard all state on the device. A new version number makes the runner upload the block table again."""
+    """Discard all state on the device. A new list makes the runner upload the block table again."""
     self.block_table: list[int] = []
-    self.table_version = next(table_versions)
     self.slot: int | None = None    # index into the device's block tables while running
     self.num_computed = 0
     self.num_in_flight = 0          # sampled tokens that the host has not read yet

@@ -131,7 +131,7 @@ class Runner:
     self.block_tables = zeros(config.max_num_seqs + 1, self.max_blocks)   # the last slot is for padding
     self.last_tokens = zeros(config.max_num_seqs + 1)
     self.graphs: dict[GraphKey, tuple[Tensor, Any]] = {}   # key -> words that the graph reads, graph
-    self.device_tables: dict[int | None, tuple[int, list[int]]] = {}   # slot -> version and block table on the device
+    self.device_tables: dict[int | None, list[int]] = {}   # slot -> block table on the device
 
   def choose_key(self, key: GraphKey) -> GraphKey:
     """Return the graph shape for a step: its sizes, rounded up."""
@@ -157,12 +157,12 @@ class Runner:
 
   def _refresh_block_tables(self, step: Step) -> None:
     """Upload the block tables if a sequence starts with cached blocks. A step's own tokens carry their blocks."""
-    is_stale = any(positions.start and self.device_tables.get(seq.slot, (None,))[0] != seq.table_version
-                for seq, positions in step.computed.items())
-    self.device_tables |= {seq.slot: (seq.table_version, seq.block_table) for seq in step.computed}
+    is_stale = any(positions.start and self.device_tables.get(seq.slot) is not seq.block_table
+                   for seq, positions in step.computed.items())
+    self.device_tables |= {seq.slot: seq.block_table for seq in step.computed}
     if not is_stale: return
     tables = np.zeros(self.block_tables.shape, np.int32)
-    for slot, (_, block_table) in self.device_tables.items(): tables[slot, :len(block_table)] = block_table
+    for slot, block_table in self.device_tables.items(): tables[slot, :len(block_table)] = block_table
     upload(self.block_tables, tables)
 
   def _compute(self, words: Tensor, key: GraphKey) -> list[Tensor]:
