@@ -49,7 +49,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-  """What an Engine consists of: the core's parts by default, others in a subclass such as the extension's LLM.
+  """The parts of an Engine: the core's by default, others in a subclass such as the extension's LLM.
 
   config_class: the class of its options. make_backend, open_devices: for the default device. open_checkpoint: reads the
   files of a model. find_model: config.json's content, path -> the config and the class of the model. params_class: of a

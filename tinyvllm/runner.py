@@ -109,10 +109,10 @@ def zeros(*shape: int) -> Tensor: return Tensor.zeros(*shape, dtype=dtypes.int32
 
 
 class Logits(Protocol):
-  """Computes what the LogitsProcessors of a step ask for (seam; logits.py). The `plan` of a batch is part of the step's
+  """Applies the LogitsProcessors of a step (seam; logits.py). The `plan` of a batch is part of the step's
   GraphKey: its `words` are uploaded with the step, `apply` changes the logits, `logprobs` returns more outputs."""
   def batch(self, rows: list[Row], runner: Any) -> Any:
-    """Return an object with what the sequences of these rows of logits need, and with its `plan`."""
+    """Return the inputs of the LogitsProcessors of these rows of logits, an object with a `plan`."""
   def record(self, results: Results, tokenizer: Any) -> None:
     """Store the step's log probabilities in its sequences."""
 
