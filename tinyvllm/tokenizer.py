@@ -56,7 +56,7 @@ class TextStream:
     self.stop: Any = seq.params.stop or []   # a list after __post_init__
     self.decoded = ""                    # all text, including text after a stop string
     self.read_offset = seq.num_prompt    # number of token ids whose text is in `decoded`, or in the prompt
-    self.prefix_offset = max(0, seq.num_prompt - 8)   # start of the ids before it that are decoded together with the next ones
+    self.prefix_offset = max(0, seq.num_prompt - 8)   # start of the ids that the next text depends on
     self.num_searched = 0                # characters already searched for a stop string
     self.end: int | None = None          # index of the stop string in `decoded`
     self.delivered = self.available

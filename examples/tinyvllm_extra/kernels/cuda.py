@@ -1,4 +1,4 @@
-"""CUDA: captured steps with finer dependencies, read-back that does not wait for later steps, and device properties."""
+"""CUDA: read-back that does not wait for later steps, and device properties."""
 import ctypes, weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -8,7 +8,6 @@ from tinygrad import Tensor
 from tinygrad.device import Buffer, BufferSpec
 from tinygrad.dtype import _to_np_dtype
 from tinygrad.runtime.autogen import cuda
-from tinygrad.runtime.graph.cuda import CUDAGraph
 from tinygrad.runtime.ops_cuda import CUDADevice, check, init_c_var
 
 from .drivers import READERS, MemoryReport
@@ -39,13 +38,6 @@ def can_access_peer(reader: CUDADevice, owner: CUDADevice) -> bool:
   result = ctypes.c_int()
   check(cuda.cuDeviceCanAccessPeer(ctypes.byref(result), reader.cu_device, owner.cu_device))
   return bool(result.value)
-
-
-class RangedGraph(CUDAGraph):
-  """A captured step whose kernels wait only for kernels that use the same range of a buffer. tinygrad's graphs wait for
-  any use of the buffer. Most of a step's memory is one buffer, so devices that read each other would serialize."""
-  def new_node(self, bufs: list, write: list[int]) -> tuple:
-    return super().new_node(self.calls[len(self.nodes)][2], write)
 
 
 class CUDABackend(FastBackend):

@@ -1,12 +1,13 @@
 """All patches of tinygrad itself. `apply` installs them when a device is opened; an import changes nothing. Each patch
 is a function whose docstring states the reason and when to remove it."""
-import functools, importlib, importlib.metadata, os, pathlib, shutil, tempfile, threading
+import functools, importlib.metadata, os, pathlib, shutil, tempfile, threading
 from collections.abc import Callable
 
 from tinygrad import Device, UOp, dtypes, helpers
 from tinygrad.device import BufferSpec, LRUAllocator
 from tinygrad.engine import realize
 from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer
+from tinygrad.runtime.graph.cuda import CUDAGraph
 from tinygrad.runtime.ops_cpu import CPUAllocator
 from tinygrad.uop.ops import Ops, PatternMatcher, UPat
 
@@ -90,10 +91,17 @@ def lock_allocators() -> None:
   replace(LRUAllocator, "alloc", alloc_locked)
 
 
+class RangedGraph(CUDAGraph):
+  """A captured step whose kernels wait only for kernels that use the same range of a buffer. tinygrad's graphs wait for
+  any use of the buffer. Most of a step's memory is one buffer, so devices that read each other would serialize."""
+  def new_node(self, bufs: list, write: list[int]) -> tuple:
+    return super().new_node(self.calls[len(self.nodes)][2], write)
+
+
 def order_kernels_by_ranges() -> None:
   """Capture CUDA steps with RangedGraph. tinygrad orders kernels by whole buffers, which serializes devices that
   read each other's results. Checked with 0.14.0. Remove when CUDAGraph compares ranges of buffers."""
-  Device.default.graph = importlib.import_module(f"{__package__}.cuda").RangedGraph
+  Device.default.graph = RangedGraph
 
 
 def compile_machine_code() -> str | None:
