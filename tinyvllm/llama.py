@@ -129,6 +129,7 @@ class Llama:
     delta = self.embed(ids, tokens)                                     # (T, hidden)
     x = Tensor.zeros(*delta.shape, dtype=self.dtype, device=delta.device).contiguous()
     x, delta = self.backend.run_layers(self.layers, x, delta, caches, ropes, tokens, block_tables)
+    # Keep the rows that need logits. delta may hold the partial sums of several devices, (T, hidden) each
     x, delta = [t.reshape(-1, *ids.shape, t.shape[1])[:, rows].flatten(0, 1).contiguous() for t in (x, delta)]
     h = self.norm.add(x, delta)[1]                                      # (S, hidden)
     return self.devices.gather(self.lm_head(h, dtype=dtypes.float32))   # (S, V)
