@@ -13,6 +13,7 @@ from tinygrad import Device, dtypes, nn
 
 from tinyvllm import LLM, InputError, SamplingParams
 from tinyvllm.backend import Backend
+from tinyvllm_extra.formats import tensor_files
 
 AUTO = {**ENGINE, "dtype": "auto"}
 IDS = [3, 50, 99, 301]
@@ -114,6 +115,16 @@ def test_damaged_or_missing_file_raises_with_path(tmp_path):
   shard.unlink()
   check_refused(shard.parent, shard)
   check_refused(tiny_model(tmp_path / "tokenizer", tokenizer=False), tmp_path / "tokenizer", "tokenizer.model")
+
+
+@pytest.mark.parametrize("dtype", tensor_files.WRITTEN)
+def test_tensor_file_round_trip_keeps_dtype_and_bytes(tmp_path, dtype):
+  """float8, which numpy lacks, too. The library validates the file."""
+  array = np.arange(6 * dtype.itemsize, dtype=np.uint8).view(dtype).reshape(2, 3)
+  path = tmp_path / "model.safetensors"
+  with path.open("wb") as file: tensor_files.write_safetensors(file, [("x", array[:1]), ("x", array[1:])], 128)
+  tensor = tensor_files.read_safetensors(path, {name: x for x, name in tensor_files.WRITTEN.items()})["x"]
+  assert (tensor.dtype, tensor.shape, tensor.read().tobytes()) == (dtype, (2, 3), array.tobytes())
 
 
 def test_unsupported_file_dtype_raises_with_tensor_name(tmp_path):

@@ -10,9 +10,10 @@ from tinyvllm.config import JsonObject, check
 from tinyvllm_extra.kernels.quantized import E4M3
 
 # numpy's dtypes by their names in the files. It has no bfloat16
-FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-NUMBERS = {"U8": "|u1", "I8": "|i1", "I32": "<i4", "I64": "<i8", "F8_E4M3": E4M3.str}   # in quantized matrices
-WRITTEN = {dtype: name for name, dtype in {**FLOATS, **NUMBERS, "U32": "<u4"}.items()}
+FLOATS: dict[str, np.dtype] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+NUMBERS: dict[str, np.dtype] = {   # in quantized matrices
+  "U8": np.dtype("u1"), "I8": np.dtype("i1"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8"), "F8_E4M3": E4M3}
+WRITTEN = {dtype: name for name, dtype in {**FLOATS, **NUMBERS, "U32": np.dtype("<u4")}.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class StoredTensor:
   def raw(self) -> np.ndarray: return np.memmap(self.path, np.uint8, "c", self.start, (self.nbytes,))
 
 
-def read_safetensors(path: pathlib.Path, supported: dict[str, str]) -> dict[str, StoredTensor]:
+def read_safetensors(path: pathlib.Path, supported: dict[str, np.dtype]) -> dict[str, StoredTensor]:
   """Return the tensors of a file by name. supported: dtypes by their names in the file. Raises InputError for another
   dtype or an unreadable file."""
   try:
@@ -46,7 +47,7 @@ def read_safetensors(path: pathlib.Path, supported: dict[str, str]) -> dict[str,
   for name, x in slices.items():
     dtype = x.get_dtype()
     check(dtype in supported, f"model: {path}: tensor {name} is {dtype}; supported: {', '.join(supported)}")
-    tensors[name] = StoredTensor(path, np.dtype(supported[dtype]), tuple(x.get_shape()), start)
+    tensors[name] = StoredTensor(path, supported[dtype], tuple(x.get_shape()), start)
     start += tensors[name].nbytes
   return tensors
 
@@ -59,7 +60,7 @@ def write_safetensors(file: BinaryIO, parts: Iterable[tuple[str, np.ndarray]], h
   end = 0
   file.seek(8 + header_size)
   for name, array in parts:
-    new = {"dtype": WRITTEN[array.dtype.str], "shape": [0, *array.shape[1:]], "data_offsets": [end, end]}
+    new = {"dtype": WRITTEN[array.dtype], "shape": [0, *array.shape[1:]], "data_offsets": [end, end]}
     file.write(np.ascontiguousarray(array).data)
     end += array.nbytes
     info = header.setdefault(name, new)
