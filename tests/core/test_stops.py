@@ -10,6 +10,7 @@ from helpers.models import random_weights, tiny_config, tiny_model, write_safete
 from tokenizers import decoders, models
 
 from tinyvllm import LLM, SamplingParams
+from tinyvllm.tokenizer import num_held_back
 
 EOS = "</s>"
 # The first piece is the prompt. EOS ends a script; "…" repeats the piece before it. A piece is text or a byte (<0xC3>).
@@ -169,3 +170,15 @@ def test_ignored_end_token_is_text_without_skip_special_tokens(llm):
                              ({"skip_special_tokens": False, "stop": "e</"}, "don", "e</")):
     output = llm.generate(job, SamplingParams(**params, **fields))[0].outputs[0]
     assert output.text == text and (output.finish_reason, output.stop_reason) == ("stop" if stop else "length", stop)
+
+
+def test_start_of_a_stop_string_is_held_back():
+  cases = {"xa": 1, "xab": 2, "xabc": 0, "x": 0, "": 0}   # the whole string is found, not held back
+  assert {text: num_held_back(text, ["abc", "abd"]) for text in cases} == cases
+
+
+@pytest.mark.parametrize("fields,mode", [
+  ({"temperature": 0.0}, "GREEDY"), ({"temperature": 9e-6, "top_k": 5}, "GREEDY"), ({"temperature": 1e-5}, "RANDOM"),
+  ({"temperature": 0.8}, "RANDOM"), ({"top_k": 1}, "FILTERED"), ({"top_p": 0.99}, "FILTERED")])
+def test_sampler_mode_is_the_lowest_that_handles_the_parameters(fields, mode):
+  assert SamplingParams(**fields).sampler_mode.name == mode
