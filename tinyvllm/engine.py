@@ -137,20 +137,20 @@ class Engine(LoadedModel):
   def make_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> Request:
     """Check a request and return it for `add`. prompt: see `encode`. Lower priorities run first. May be called from any
     thread. Raises InputError for a request that can never run."""
-    params, model = params or self.parts.params_class(), self.model_config
+    params = params or self.parts.params_class()
     check(isinstance(params, SamplingParams), f"sampling_params={params!r} must be SamplingParams")
     text, ids = self.encode(prompt)
-    check_ids("prompt_token_ids", ids, model.vocab_size)
-    check_ids("stop_token_ids", params.stop_token_ids, model.vocab_size)
+    check_ids("prompt_token_ids", ids, self.model_config.vocab_size)
+    check_ids("stop_token_ids", params.stop_token_ids, self.model_config.vocab_size)
     check(len(ids) < self.max_model_len, f"This model's maximum context length is {self.max_model_len} tokens. "
           f"However, the prompt has {len(ids)}: shorten it or raise max_model_len or num_gpu_blocks_override")
     check(type(priority) is int, f"priority={priority!r} must be an int")
     seed = self._random.getrandbits(63) if params.seed is None else params.seed
-    stop_ids = {*(() if params.ignore_eos else model.eos_token_ids), *(params.stop_token_ids or ())}
+    stop_ids = {*(() if params.ignore_eos else self.model_config.eos_token_ids), *(params.stop_token_ids or ())}
     max_len = min(self.max_model_len, len(ids) + (params.max_tokens or MAX_INT))
     samples = [Sequence(request_id=request_id, tokens=[*ids], params=params, seed=seed + i, index=i, max_len=max_len,
                         order=(priority, next(self._arrivals)), stop_ids=stop_ids,
-                        processor=params.processor(self.tokenizer, model)) for i in range(params.n)]
+                        processor=params.processor(self.tokenizer, self.model_config)) for i in range(params.n)]
     samples[0].siblings += samples[1:]
     return Request(request_id, text, None, [TextStream(self.tokenizer, seq) for seq in samples])
 

@@ -80,11 +80,11 @@ class TextStream:
 
   def update(self) -> None:
     """Decode new tokens. A stop string ends the text and becomes the sequence's stop_reason."""
-    seq, params = self.seq, self.seq.params
+    seq = self.seq
     hides_last = seq.finish_reason == "stop" and seq.tokens[-1] in seq.stop_ids
-    self.decode(seq.tokens[:-1] if hides_last and not params.include_stop_str_in_output else seq.tokens)
-    match = find_stop(self.decoded, self.num_searched, self.stop) if seq.num_generated > params.min_tokens else None
-    if match:
-      self.end = match[0] + (len(match[1]) if params.include_stop_str_in_output else 0)
+    self.decode(seq.tokens[:-1] if hides_last and not seq.params.include_stop_str_in_output else seq.tokens)
+    is_sought = seq.num_generated > seq.params.min_tokens
+    if is_sought and (match := find_stop(self.decoded, self.num_searched, self.stop)):
+      self.end = match[0] + (len(match[1]) if seq.params.include_stop_str_in_output else 0)
       seq.stop_reason = match[1]
     else: self.num_searched = len(self.decoded)

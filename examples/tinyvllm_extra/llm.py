@@ -24,7 +24,7 @@ from .vllm_options import NO_EFFECT, read_options
 
 
 class LLM(Engine):
-  """An engine with all features. Its options are those of LLMConfig."""
+  """An engine with all features. LLMConfig lists its options."""
   parts = Parts(
     config_class=LLMConfig, make_backend=lambda: kernels.make_backend(),
     open_devices=lambda config: parallel.open_devices(config) if config.tensor_parallel_size > 1 else Devices(),

@@ -177,7 +177,7 @@ def test_expected_error_is_one_line_and_exit_code_1_or_130(monkeypatch, error):
 
 @pytest.mark.parametrize("command,module,extra", [
   ("chat", "jinja2.sandbox", "hf"), ("serve", "tinyvllm_extra.cli.serve", "server"),
-  ("convert", "tinyvllm_extra.formats.gguf_export", "hf"), ("doctor", "tinyvllm_extra.cli.doctor", "cpu")])
+  ("convert", "tinyvllm_extra.cli.convert", "hf"), ("doctor", "tinyvllm_extra.cli.doctor", "cpu")])
 def test_missing_package_error_names_its_extra(chat_folder, monkeypatch, command, module, extra):
   monkeypatch.setitem(sys.modules, module, None)
   options = ["--model", chat_folder, *FLAGS] if command == "chat" else []

@@ -18,7 +18,7 @@ from tinygrad import Tensor, dtypes, nn
 import tinyvllm
 from tinyvllm import LLM
 from tinyvllm.backend import Backend
-from tinyvllm_extra.formats.gguf_export import convert
+from tinyvllm_extra.cli.convert import convert
 from tinyvllm_extra.formats.gguf_tokenizer import make_tokenizer
 from tinyvllm_extra.text.huggingface import load_tokenizer
 from tinyvllm_extra.formats.checkpoints import open_checkpoint

@@ -15,7 +15,7 @@ from helpers.requests import flags
 
 from tinyvllm_extra.formats import gguf as loader
 from tinyvllm_extra.cli import main
-from tinyvllm_extra.formats.gguf_export import convert
+from tinyvllm_extra.cli.convert import convert
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.formats.checkpoints import open_checkpoint
 from tinyvllm_extra.packages import MissingPackage

@@ -10,7 +10,7 @@ from helpers.engines import LogitsRecorder
 from helpers.requests import greedy, ids_of
 
 from tinyvllm import LLM
-from tinyvllm_extra.formats.gguf_export import convert
+from tinyvllm_extra.cli.convert import convert
 
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "smollm2.npz"
 PROMPTS = range(5)

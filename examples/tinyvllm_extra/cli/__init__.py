@@ -18,7 +18,7 @@ from .flags import add_flags, parse_flags, select_options
 FAILURES = (ValueError, MissingPackage, RuntimeError, CompileError, subprocess.CalledProcessError)
 # Commands with their own `main`: help text, module, and the extra that installs their packages
 COMMANDS = {"serve": ("Serve the OpenAI API over HTTP", "tinyvllm_extra.cli.serve", "server"),
-            "convert": ("Convert a GGUF file to a model folder", "tinyvllm_extra.formats.gguf_export", "hf"),
+            "convert": ("Convert a GGUF file to a model folder", "tinyvllm_extra.cli.convert", "hf"),
             "doctor": ("Test the devices of this machine", "tinyvllm_extra.cli.doctor", "cpu")}
 CHAT = "Chat with a model. Commands: /new, /system TEXT, /exit"
 

@@ -12,12 +12,13 @@ from tinygrad.device import ALL_DEVICES
 from tinyvllm import __version__, backend, config
 from tinyvllm.config import InputError, JsonObject
 from tinyvllm_extra import kernels
-from tinyvllm_extra.formats import gguf_export
 from tinyvllm_extra.formats.checkpoints import open_checkpoint
 from tinyvllm_extra.formats.fit import DTYPES, GIB, QUANTIZED, estimate_fit, open_device, prequantized
 from tinyvllm_extra.formats.gguf import GGUFCheckpoint
 from tinyvllm_extra.kernels.drivers import device_memory, host_memory
 from tinyvllm_extra.models import find_model
+
+from . import convert
 
 LIMIT = 90   # timeout of a backend's process, in seconds
 BUFFER = 2**28   # maximum size of the bandwidth test's weights, in bytes
@@ -154,7 +155,7 @@ def read_model(path: pathlib.Path) -> tuple[JsonObject, JsonObject]:
   description = {"checkpoint": checkpoint.describe()} if has_weights else {}
   if not isinstance(checkpoint, GGUFCheckpoint) or checkpoint.method != "gguf": return hf, description
   tensors = {name: x for name, x in checkpoint.all_tensors.items() if ".layers." in name}
-  formats = gguf_export.matrix_formats(tensors)
+  formats = convert.matrix_formats(tensors)
   bits = np.average([getattr(x, "bits", 16) for x in formats.values()],
                     weights=[math.prod(tensors[f"{name}.weight"].shape) for name in formats])
   return hf | {"quantization_config": {"bits": 4 if bits < 6 else 8}}, description

@@ -123,7 +123,7 @@ class ChoicesBuilder:
             "stop_reason": completion.stop_reason, **own, **self.optional(token_ids=ids)}
 
   def tokens(self, index: int, rows: list[dict[int, Logprob]], with_prompt: bool = False) -> list[Token]:
-    """Return a choice's new tokens, with_prompt: after its prompt. rows: the log probabilities of these tokens."""
+    """Return a choice's new tokens, with_prompt: after its prompt. rows: each token's log probabilities."""
     seq = self.job.requests[index // self.job.params.n].sequences[index % self.job.params.n]
     start = 0 if with_prompt else seq.num_prompt + self.num_generated[index]
     return [Token(seq.tokens[max(0, i - 1):i], seq.tokens[i], row) for i, row in enumerate(rows, start)]

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from tinyvllm.config import InputError, JsonObject, check
+from tinyvllm_extra.formats.gguf import GGUFCheckpoint, GGUFTensor
+from tinyvllm_extra.formats.gguf_tokenizer import read_tokenizer
+from tinyvllm_extra.formats.gguf_types import Format, TensorType, common_format
+from tinyvllm_extra.formats.tensor_files import write_safetensors
 from tinyvllm_extra.models import find_model
-
-from .gguf import GGUFCheckpoint, GGUFTensor
-from .gguf_tokenizer import read_tokenizer
-from .gguf_types import Format, TensorType, common_format
-from .tensor_files import write_safetensors
 
 FUSED = {**dict.fromkeys(["q_proj", "k_proj", "v_proj"], "qkv"), **dict.fromkeys(["gate_proj", "up_proj"], "gate_up")}
 
