@@ -137,7 +137,7 @@ def test_ctrl_c_without_an_answer_exits_130(chat_folder, monkeypatch):
   def lines():
     yield "hello"
     signal.raise_signal(signal.SIGINT)
-  monkeypatch.setattr(cli, "input_lines", lines)
+  monkeypatch.setattr(cli.chat, "input_lines", lines)
   run = chat(chat_folder)
   assert run.returncode == 130 and run.stdout.count("\n") == 1, "the first line is answered"
   monkeypatch.setattr(LLM, "generate_stream", lambda *_: signal.raise_signal(signal.SIGINT))

@@ -1,16 +1,16 @@
 """The command line: `tinyvllm run MODEL` and `tinyvllm generate PROMPT`, which print text as it is generated, `tinyvllm
 serve`, `tinyvllm convert` and `tinyvllm doctor`. The first two need the core's dependencies only."""
-import argparse, contextlib, itertools, logging, os, signal, subprocess, sys, threading
-from collections.abc import Iterator
-from typing import Any
+import argparse, os, signal, subprocess, sys, threading
 
 from tinygrad.device import CompileError
 
 from tinyvllm import LLM, SamplingParams, __version__
-from tinyvllm.config import JsonObject, logger
+from tinyvllm.config import JsonObject
 from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.packages import MissingPackage, optional
 
+from . import chat
+from .chat import CHAT, print_error, print_stream
 from .client import Remote
 from .flags import add_flags, parse_flags, select_options
 
@@ -20,55 +20,6 @@ FAILURES = (ValueError, MissingPackage, RuntimeError, CompileError, subprocess.C
 COMMANDS = {"serve": ("Serve the OpenAI API over HTTP", "tinyvllm_extra.cli.serve", "server"),
             "convert": ("Convert a GGUF file to a model folder", "tinyvllm_extra.cli.convert", "hf"),
             "doctor": ("Test the devices of this machine", "tinyvllm_extra.cli.doctor", "cpu")}
-CHAT = "Chat with a model. Commands: /new, /system TEXT, /exit"
-
-
-def print_stream(outputs: Any, text: str = "", running: threading.Event | None = None) -> str:
-  """Print `text` and the outputs' text as it arrives, until they end or `running` is cleared. Return all text."""
-  num_printed = 0
-  with contextlib.closing(outputs):
-    for output in outputs:
-      text += output.outputs[0].text
-      print(text[num_printed:], end="", flush=True)
-      num_printed = len(text)
-      logger.setLevel(max(logger.level, logging.WARNING))   # from now on a log line would interrupt the text
-      if running and not running.is_set(): break
-  print()
-  return text
-
-
-def input_lines() -> Iterator[str]:
-  interactive = sys.stdin.isatty()
-  with contextlib.suppress(EOFError):
-    while True: yield input("> " if interactive else "")
-  if interactive: print()
-
-
-def chat(llm: LLM | Remote, params: SamplingParams, answering: threading.Event) -> int:
-  """Answer each line of the input. A line that cannot be answered, such as one that is too long, is dropped. Return the
-  exit code: 1 if the last line was dropped, else 0."""
-  messages: list[dict[str, str]] = []
-  code = 0
-  for line in itertools.takewhile(lambda line: line != "/exit", input_lines()):
-    command, _, text = line.partition(" ")
-    if command == "/new": messages = []
-    elif command == "/system": messages = [{"role": "system", "content": text}]
-    else:
-      prompt = [*messages, {"role": "user", "content": line}]
-      answering.set()
-      try:
-        answer = print_stream(llm.generate_stream({"messages": prompt}, params), running=answering)
-        messages = [*prompt, {"role": "assistant", "content": answer}]
-        code = 0
-      except ValueError as error: code = print_error(error)
-      answering.clear()
-  return code
-
-
-def print_error(error: BaseException) -> int:
-  """Print an error in one line, and return the exit code."""
-  print(f"tinyvllm: {error}", file=sys.stderr)
-  return 1
 
 
 def parse(argv: list[str]) -> JsonObject:
@@ -103,7 +54,7 @@ def run(args: JsonObject) -> int:
   signal.signal(signal.SIGINT, interrupt)
   params = SamplingParams(**{"temperature": 0.0, **select_options(args, SamplingParams)})
   llm = Remote(args, engine) if args["url"] or args["api_key"] else LLM(args["model"], **engine)
-  if args["command"] != "generate": return chat(llm, params, answering)
+  if args["command"] != "generate": return chat.chat(llm, params, answering)
   print_stream(llm.generate_stream(args["prompt"], params), args["prompt"])
   return 0
 
