@@ -4,8 +4,7 @@ thread and accepts any number of users.
 python examples/ten_users.py [MODEL]"""
 import asyncio, sys
 
-from tinyvllm import SamplingParams
-from tinyvllm_extra.serving import AsyncLLM
+from tinyvllm import AsyncLLM, SamplingParams
 
 PROMPTS = ["Hello", "The cat", "The sun", "I like", "My friend", "A computer", "Once upon a time", "What is", "We",
            "The rain"]

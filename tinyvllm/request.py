@@ -1,15 +1,15 @@
 """Sampling parameters, sequences and outputs of a request. Declares two seams: LogitsProcessor and Proposer."""
 import dataclasses, enum
-from typing import Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .config import ModelConfig, Options, option
+
+if TYPE_CHECKING: import numpy as np
 
 # Fields that the sampler reads
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 MAX_INT = 2**31 - 1
-TokenLogprobs = dict[int, Any]   # token id -> Logprob, see logits.py of the extension
+TokenLogprobs = dict[int, Any]   # token id -> Logprob, see params.py of the extension
 
 
 # Sampling code of a step. A higher mode also handles rows of the lower ones. FILTERED adds top_k and top_p
@@ -45,13 +45,13 @@ class SamplingParams(Options):
 
 
 class LogitsProcessor(Protocol):
-  """Masks and adjusts the logits of one sequence, and stores its log probabilities (seam; logits.py). To add one,
+  """Masks and adjusts the logits of one sequence, and stores its log probabilities (seam; params.py). To add one,
   override `SamplingParams.processor` in a subclass."""
   depends_on_output: bool   # whether the logits of a token depend on the tokens generated before it
 
   def accept(self, token: int) -> bool:
     """Take the sequence's next token. Return True if the text must end after it."""
-  def bitmask(self) -> np.ndarray | None:
+  def bitmask(self) -> "np.ndarray | None":
     """Return the token bitmask, (ceil(vocab / 32),) int32: one bit per token id that may come next; None: all."""
   def adjustments(self, seq: "Sequence", position: int) -> list[tuple[int, float, float, float]]:
     """Return (token id, bias, factor, penalty) of each logit to adjust at `position`, each id once:

@@ -17,7 +17,7 @@ from .models import Embedder, find_model
 from .options import SAMPLING_DEFAULTS, LLMConfig, check_no_lora, setup_logging
 from .pooling import embeddings
 from .sampling import beam_search, logits, speculation
-from .sampling.logits import SamplingParams
+from .sampling.params import SamplingParams
 from .text import conversations
 from .text.huggingface import ChatTokenizer
 from .vllm_options import NO_EFFECT, read_options

@@ -5,13 +5,13 @@ from tinyvllm.engine import (Backend as Backend, CompletionOutput as CompletionO
                              Parts as Parts, RequestOutput as RequestOutput)
 
 from .sampling.beam_search import BeamSearchParams as BeamSearchParams   # re-exported
-from .sampling.logits import Logprob as Logprob, SamplingParams as SamplingParams
+from .sampling.params import Logprob as Logprob, SamplingParams as SamplingParams
 from .llm import LLM as LLM
 from .pooling.embeddings import PoolingParams as PoolingParams, PoolingRequestOutput as PoolingRequestOutput
 from .engine_metrics import RequestMetrics as RequestMetrics
 from .sampling.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
-from .serving import AsyncLLM as AsyncLLM   # last, as it imports the names above
+from .serving.async_engine import AsyncLLM as AsyncLLM   # last, as it imports the names above
 
 LLMEngine = LLM   # vLLM's name
 

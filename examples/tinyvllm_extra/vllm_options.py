@@ -5,7 +5,7 @@ import dataclasses, pathlib
 from tinyvllm.config import InputError, JsonObject, check, read_json
 
 from .options import SAMPLING_DEFAULTS, LLMConfig
-from .sampling.logits import SamplingParams
+from .sampling.params import SamplingParams
 
 TABLE = read_json(pathlib.Path(__file__).with_suffix(".json"))
 # vLLM's options without an effect, and the values at which that is true (None: at any)

@@ -36,7 +36,7 @@ def start(args: argparse.Namespace) -> None:
 
 async def load(args: argparse.Namespace) -> None:
   """Print the longest gap and wait of many streams. Runs in a new process."""
-  from tinyvllm_extra.serving import AsyncLLM
+  from tinyvllm_extra.serving.async_engine import AsyncLLM
   def open_llm(model, **options): return common.open_llm(args, padded=True, **options)
   with patch("tinyvllm_extra.serving.async_engine.LLM", open_llm):
     llm = AsyncLLM(args.model, prepare=args.prepare)

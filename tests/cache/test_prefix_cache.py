@@ -24,7 +24,7 @@ from tinyvllm import LLM
 from tinyvllm.backend import Devices
 from tinyvllm_extra.cache import prefix_cache
 from tinyvllm_extra.cache.prefix_cache import Blocks
-from tinyvllm_extra.serving import AsyncLLM
+from tinyvllm_extra.serving.async_engine import AsyncLLM
 
 
 # Cache hits after a restart

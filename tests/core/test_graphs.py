@@ -19,7 +19,7 @@ from tinyvllm_extra.kernels import graphs
 from tinyvllm_extra.kernels.graphs import CAPTURE_THRESHOLD, usual_sizes
 from tinyvllm_extra.kernels import FastBackend
 from tinyvllm_extra.options import LLMConfig
-from tinyvllm_extra.serving import AsyncLLM
+from tinyvllm_extra.serving.async_engine import AsyncLLM
 
 
 @pytest.fixture

@@ -29,8 +29,9 @@ TARGETS = {
   f"{CORE}/engine.py": "core/test_engine core/test_threads core/test_failed_steps core/test_stops core/test_memory "
                        "core/test_faults core/test_pool core/test_review_faults serving/test_errors",
   f"{CORE}/tokenizer.py": "core/test_stops text/test_tokenizer core/test_engine sampling/test_structured",
-  f"{EXTRA}/sampling/logits.py": "sampling/test_fields core/test_review_faults serving/test_errors "
-                                 "serving/test_request* serving/test_completions",
+  **dict.fromkeys([f"{EXTRA}/sampling/logits.py", f"{EXTRA}/sampling/params.py"],
+                  "sampling/test_fields core/test_review_faults serving/test_errors serving/test_request* "
+                  "serving/test_completions"),
   f"{EXTRA}/sampling/structured_outputs.py": "sampling/test_structured serving/test_re* serving/test_tools",
   f"{EXTRA}/sampling/speculation.py": "sampling/test_*draft* sampling/test_spec*",
   f"{EXTRA}/cache/prefix_cache.py": "cache/test_*",

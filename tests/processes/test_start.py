@@ -41,8 +41,8 @@ def test_start_without_folder_of_kernels_logs_one_line(tmp_path):
 
 def test_any_public_name_can_be_imported_first():
   """Each name in a new process, since modules are imported when a name is first used."""
-  for module, name in (("", "StructuredOutputsParams"), ("", "AsyncLLM"), ("_extra.sampling.logits", "Processor"),
-                       ("_extra.serving", "AsyncLLM"), ("_extra.sampling.speculation", "Drafter")):
+  for module, name in (("", "StructuredOutputsParams"), ("", "AsyncLLM"), ("_extra.sampling.params", "Processor"),
+                       ("_extra.sampling.speculation", "Drafter")):
     run = run_python(f"from tinyvllm{module} import {name}")
     assert run.returncode == 0, run.stderr
 
@@ -111,7 +111,7 @@ def test_program_with_an_unfinished_request_exits():
   run = run_python("""
 import asyncio
 from tinyvllm import SamplingParams
-from tinyvllm_extra.serving import AsyncLLM
+from tinyvllm_extra.serving.async_engine import AsyncLLM
 async def main():
   async for output in AsyncLLM().generate("Hello", SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=400)):
     return print("Hello" + output.outputs[0].text)

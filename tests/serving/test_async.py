@@ -11,7 +11,7 @@ from helpers.protocol import SMALL
 from helpers.servers import wait_until
 
 from tinyvllm import SamplingParams, runner
-from tinyvllm_extra.serving import AsyncLLM
+from tinyvllm_extra.serving.async_engine import AsyncLLM
 from tinyvllm_extra.serving.async_engine import StepError
 
 LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)

@@ -9,8 +9,8 @@ from helpers.commands import run_command
 from helpers.protocol import SMALL
 
 from tinyvllm import SamplingParams
-from tinyvllm_extra.serving import AsyncLLM, app
-from tinyvllm_extra.serving.async_engine import StepError
+from tinyvllm_extra.serving import app
+from tinyvllm_extra.serving.async_engine import AsyncLLM, StepError
 
 LONG = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
 

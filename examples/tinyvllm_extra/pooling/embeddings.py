@@ -10,7 +10,8 @@ from tinyvllm import request
 from tinyvllm.config import ModelConfig, check, option
 from tinyvllm.engine import Engine, Prompt
 from tinyvllm.request import RequestOutput, Sequence
-from tinyvllm_extra.sampling.logits import NUM_BEST, Logprob, SamplingParams
+from tinyvllm_extra.sampling.logits import NUM_BEST
+from tinyvllm_extra.sampling.params import Logprob, SamplingParams
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 
 # The prompt of Qwen3-Reranker, from its model card

@@ -8,7 +8,7 @@ from tinyvllm.engine import Engine, Prompt
 from tinyvllm.request import RequestOutput
 from tinyvllm_extra.options import check_no_lora
 
-from .logits import Logprob, SamplingParams
+from .params import Logprob, SamplingParams
 
 
 def required(help: str, **limits: Any) -> Any:

@@ -22,7 +22,7 @@ from tinyvllm_extra.kernels.cpu import cpu_sums
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.options import FORMATS
 
-from .logits import SamplingParams
+from .params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,2 +1,1 @@
 """An asyncio engine and an OpenAI-compatible HTTP server, whose dependencies `tinyvllm[server]` installs."""
-from .async_engine import AsyncLLM as AsyncLLM

@@ -1,0 +1,121 @@
+"""Sampling parameters of a request, and its LogitsProcessor: penalties, logit bias, allowed and banned tokens,
+structured outputs. The command line makes flags of the fields, so that nothing here imports numpy or tinygrad early."""
+import collections, dataclasses, math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tinyvllm import request
+from tinyvllm.config import ModelConfig, check, check_ids, option
+from tinyvllm.request import MAX_INT, Sequence
+
+if TYPE_CHECKING:
+  import numpy as np
+
+  from tinyvllm_extra.text.huggingface import ChatTokenizer
+
+ALL = -1   # log probabilities of the whole vocabulary
+
+
+class Logprob(NamedTuple):
+  """The log probability of a token, from the raw logits: before penalties and temperature."""
+  logprob: float
+  rank: int             # 1 for the most probable token
+  decoded_token: str
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams(request.SamplingParams):
+  """Sampling parameters of a request, under vLLM's names."""
+  skip_special_tokens: bool = option(True, "Leave special tokens out of the text")
+  min_tokens: int = option(0, "Minimum tokens before an end token or a stop string", min=0, max=MAX_INT)
+  repetition_penalty: float = option(1.0, "Penalty for tokens in the prompt or output; 1: none", min=0.01, max=100)
+  presence_penalty: float = option(0.0, "Penalty for tokens in the output", min=-2, max=2)
+  frequency_penalty: float = option(0.0, "Penalty for tokens in the output, times their count", min=-2, max=2)
+  logit_bias: dict[int, float] | None = option(None, "Logit bias by token id (default: none)", min=-100, max=100)
+  allowed_token_ids: list[int] | None = option(None, "The only token ids to sample (default: all)")
+  bad_words: list[str] | None = option(None, "Words that must not be generated (default: none)")
+  logprobs: int | None = option(None, "Log probabilities per token, besides its own; -1: all (default: off)",
+                                min=-1, max=MAX_INT)
+  prompt_logprobs: int | None = option(None, "Log probabilities per prompt token (default: off)", min=-1, max=MAX_INT)
+  structured_outputs: Any = option(None, 'Required format, as in {"regex": "[0-9]+"} (default: any)')
+
+  # vLLM's parameters that are neither flags nor request fields. detokenize=False: leave the text empty
+  best_of: dataclasses.InitVar[int | None] = None
+  detokenize: dataclasses.InitVar[bool] = True
+  truncate_prompt_tokens: dataclasses.InitVar[int | None] = None   # keep the last ones
+  guided_decoding: dataclasses.InitVar[Any] = None                 # former name of structured_outputs
+  spaces_between_special_tokens: dataclasses.InitVar[bool] = True  # no effect: the tokenizer adds none
+  logits_processors: dataclasses.InitVar[list | None] = None
+  extra_args: dataclasses.InitVar[dict | None] = None
+
+  def __post_init__(self, *init_values: Any) -> None:
+    best_of, detokenize, limit, guided_decoding, _, logits_processors, extra_args = init_values
+    for name, x in {"logits_processors": logits_processors, "extra_args": extra_args}.items():
+      check(not x, f"{name} is not supported: use logit_bias, allowed_token_ids, bad_words or structured_outputs")
+    check(limit is None or type(limit) is int and limit > 0, f"truncate_prompt_tokens={limit!r} must be at least 1")
+    check(best_of in (None, self.n), f"best_of={best_of!r} is not supported, only n={self.n}: leave it out")
+    check(detokenize or not self.stop, "detokenize=False conflicts with stop: use stop_token_ids")
+    vars(self).update(truncate_prompt_tokens=limit, detokenize=detokenize)
+    if guided_decoding is not None: vars(self)["structured_outputs"] = guided_decoding
+    if isinstance(self.logit_bias, dict):   # JSON has keys of type str
+      vars(self)["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in self.logit_bias.items()}
+      invalid = [i for i in self.logit_bias if type(i) is not int][:1]
+      check(not invalid, f"logit_bias={self.logit_bias!r}: keys must be token ids (int), not {invalid}",
+            self.logit_bias)
+    if self.structured_outputs is not None:
+      from .structured_outputs import normalize   # here, as it imports numpy
+      vars(self)["structured_outputs"] = normalize(vars(self))
+    super().__post_init__()
+    low, high = self.min_tokens, self.max_tokens
+    check(low <= (high or 0), f"min_tokens={low} must be at most max_tokens={high}")
+    check(self.allowed_token_ids != [], "allowed_token_ids=[] must not be empty: use None to allow all tokens")
+
+  def check_logprobs(self, limit: int, vocab_size: int) -> None:
+    """Raise InputError if the log probabilities per token exceed `limit` (--max-logprobs; -1: none)."""
+    for name in ("logprobs", "prompt_logprobs"):
+      value = getattr(self, name)
+      number = vocab_size if value == ALL else value or 0
+      check(limit == ALL or number <= limit, f"{name}={value} must be between 0 and {limit}: raise max_logprobs", value)
+
+  def clone(self) -> "SamplingParams": return dataclasses.replace(self)
+
+  def processor(self, tokenizer: "ChatTokenizer", model: ModelConfig) -> "Processor | None":
+    own_fields = dataclasses.fields(self)[len(dataclasses.fields(request.SamplingParams)):]
+    is_plain = all(getattr(self, field.name) == field.default for field in own_fields)
+    return None if is_plain else Processor(self, tokenizer, model)
+
+
+class Processor:
+  """The LogitsProcessor for all fields of SamplingParams."""
+  def __init__(self, params: SamplingParams, tokenizer: "ChatTokenizer", model: ModelConfig):
+    for name in ("allowed_token_ids", "logit_bias"): check_ids(name, getattr(params, name), model.vocab_size)
+    self.params = params
+    spellings = [space + word.lstrip() for word in params.bad_words or () for space in ("", " ")]
+    self.bad_words = [*filter(None, (tokenizer.encode(spelling, False) for spelling in spellings))]
+    import numpy as np
+    bits = np.zeros(-(-model.vocab_size // 32) * 32, bool)
+    bits[params.allowed_token_ids or []] = True
+    self.allowed = np.packbits(bits, bitorder="little").view(np.int32) if params.allowed_token_ids else None
+    structured = params.structured_outputs
+    self.constraint = structured and structured.constraint(tokenizer, model.vocab_size, model.eos_token_ids)
+    self.has_penalty = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    self.depends_on_output = bool(self.has_penalty or self.bad_words or self.constraint)
+
+  def accept(self, token: int) -> bool: return bool(self.constraint and self.constraint.accept(token))
+  def bitmask(self) -> "np.ndarray | None": return self.constraint.bitmask() if self.constraint else self.allowed
+
+  def adjustments(self, seq: Sequence, position: int) -> list[tuple[int, float, float, float]]:
+    p = self.params
+    banned = {word[-1] for word in self.bad_words   # if its other tokens end the output
+              if seq.tokens[max(seq.num_prompt, len(seq.tokens) - len(word) + 1):] == word[:-1]}
+    if position < seq.num_prompt + p.min_tokens: banned |= seq.stop_ids
+    if p.allowed_token_ids and banned.issuperset(p.allowed_token_ids): banned.clear()   # else no token would be left
+    bias = {**(p.logit_bias or {}), **dict.fromkeys(banned, -math.inf)}
+    counts = collections.Counter(seq.tokens[seq.num_prompt:] if self.has_penalty else ())
+    repeated = {*(counts if p.repetition_penalty == 1 else seq.tokens)}
+    return [(i, bias.get(i, 0.0), p.repetition_penalty if i in repeated else 1.0,
+             counts[i] * p.frequency_penalty + min(counts[i], 1) * p.presence_penalty) for i in repeated | bias.keys()]
+
+  def output_logprobs(self, seq: Sequence, start: int) -> tuple[list[dict[int, Logprob]] | None, float | None]:
+    if self.params.logprobs is None: return None, None
+    total = sum(seq.logprobs[i][seq.tokens[i]].logprob for i in range(seq.num_prompt, len(seq.tokens)))
+    return [seq.logprobs[i] for i in range(start, len(seq.tokens))], total
