@@ -13,13 +13,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinyvllm import __version__
 from tinyvllm.config import InputError, JsonObject, check, has_type
 from tinyvllm_extra.formats import hub
+from tinyvllm_extra.pooling.pooling_routes import Pooling
 
 from .agents.routes import Agents
 from .async_engine import AsyncLLM
 from .errors import EXCEPTION_HANDLERS, ErrorJSON
 from .fields import unknown_fields
 from .generation import EVENT_STREAM, Serving
-from .pooling_routes import Pooling
 from .prometheus import log_throughput
 from .protocol import AnthropicErrorResponse, ErrorResponse
 from .server_config import ServerConfig

@@ -8,13 +8,12 @@ from fastapi.responses import Response
 
 from tinyvllm import RequestOutput
 from tinyvllm.config import JsonObject, check, check_ids
-from tinyvllm_extra.pooling.embeddings import (INSTRUCTION, Jobs, PoolingParams, PoolingRequestOutput, embedding_of,
-                                               pairs, scoring)
+from tinyvllm_extra.serving.errors import Refusal
+from tinyvllm_extra.serving.fields import Body, Int, Prompts, with_fields
+from tinyvllm_extra.serving.generation import Serving
+from tinyvllm_extra.serving.protocol import with_salt
 
-from .errors import Refusal
-from .fields import Body, Int, Prompts, with_fields
-from .generation import Serving
-from .protocol import with_salt
+from .embeddings import INSTRUCTION, Jobs, PoolingParams, PoolingRequestOutput, embedding_of, pairs, scoring
 
 MAX_INPUTS = 2048   # maximum inputs per request, as in OpenAI's API
 COMMON = {"model": str, "user": str, "priority": Int, "cache_salt": str}
