@@ -1,5 +1,5 @@
-"""Published chat templates, which trl contains, rendered as transformers renders them (pip install '.[formats]', then
-pip install --no-deps trl==1.16.0). data/conversations.json holds the conversations."""
+"""Published chat templates, which trl contains, rendered as transformers renders them (pip install --group formats,
+then pip install --no-deps trl==1.16.0). data/conversations.json holds the conversations."""
 import importlib.util
 import json
 import os

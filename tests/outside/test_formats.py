@@ -1,4 +1,4 @@
-"""Checkpoints written by the libraries that users quantize with (pip install '.[formats]'). The reference is a plain
+"""Checkpoints written by the libraries that users quantize with (pip install --group formats). The reference is a plain
 numpy LLaMA in float64 with the weights that the library itself dequantizes."""
 import logging
 from pathlib import Path

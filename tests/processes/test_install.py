@@ -1,11 +1,12 @@
-"""The wheel, installed with the core dependencies in a new environment. It runs outside of the checkout, without this
-machine's environment variables, programs and caches."""
+"""The source distribution, and the wheel built from it, installed with the core dependencies in a new environment. It
+runs outside of the checkout, without this machine's environment variables, programs and caches."""
 import os
 import re
 import resource
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from importlib.metadata import Distribution
@@ -27,6 +28,11 @@ def source_files(*folders: str) -> list[Path]:
   names = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *folders], cwd=ROOT,
                          capture_output=True, text=True, check=True).stdout
   return [Path(name) for name in names.split("\0") if name and (ROOT / name).exists()]
+
+
+def uv(*arguments: str | Path) -> subprocess.CompletedProcess:
+  return subprocess.run([sys.executable, "-m", "uv", *arguments], cwd=ROOT, capture_output=True, text=True, check=False,
+                        timeout=300)
 
 
 class Installation:
@@ -65,15 +71,24 @@ def empty_environment(tmp_path_factory) -> Installation: return Installation(tmp
 
 
 @pytest.fixture(scope="session")
-def wheel(empty_environment, tmp_path_factory) -> Path:
-  """The wheel of a copy of the checkout with compiled modules: pip leaves files behind in the folder that it builds."""
-  copy, wheel_folder = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("wheel")
+def sdist(tmp_path_factory) -> Path:
+  """The source distribution of a copy of the checkout with compiled modules, unpacked; dist/ has both archives."""
+  copy, folder = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("sdist")
   for name in source_files():
     (copy / name).parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(ROOT / name, copy / name)
   subprocess.run([sys.executable, "-m", "compileall", "-q", "tinyvllm", "examples", "tests"], cwd=copy, check=True)
-  empty_environment.pip("wheel", copy, "--no-deps", "--wheel-dir", wheel_folder)
-  file, = wheel_folder.iterdir()
+  run = uv("build", "--no-progress", "--build-constraint", CONSTRAINTS["PIP_CONSTRAINT"], "-o", folder / "dist", copy)
+  assert run.returncode == 0 and "warning" not in run.stderr.lower(), run.stderr
+  archive, = (folder / "dist").glob("*.tar.gz")
+  with tarfile.open(archive) as file: file.extractall(folder, filter="data")
+  return folder / archive.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="session")
+def wheel(sdist) -> Path:
+  """The wheel, which uv builds from the source distribution."""
+  file, = (sdist.parent / "dist").glob("*.whl")
   return file
 
 
@@ -117,6 +132,44 @@ def test_wheel_metadata_has_license_command_version_and_dependencies(wheel, tmp_
     ("console_scripts", "tinyvllm", "tinyvllm_extra.cli:main")]
   assert {re.match(r"\w+", line)[0] for line in distribution.requires if "extra ==" not in line} == CORE
   assert distribution.version in wheel.name and distribution.metadata["Requires-Python"] == ">=3.11"
+
+
+def test_source_distribution_has_all_files_and_passes_quick_tests(sdist, tmp_path):
+  names = {path.relative_to(sdist) for path in sdist.rglob("*") if path.is_file()}
+  assert names - {Path("PKG-INFO")} == {*source_files()}
+  env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+  run = subprocess.run([sys.executable, "-m", "pytest", "-n", "0", "-m", "quick", "-p", "no:cacheprovider"], cwd=sdist,
+                       env=env, capture_output=True, text=True, check=False, timeout=300)
+  assert run.returncode == 0 and re.search(r"\b\d{3,} passed", run.stdout), run.stdout[-3000:]
+
+
+def test_source_distribution_installs(empty_environment, sdist, tmp_path):
+  archive, = (sdist.parent / "dist").glob("*.tar.gz")
+  empty_environment.pip("install", "--no-deps", "--target", tmp_path, archive)
+  assert (tmp_path / "tinyvllm_extra" / "serving").is_dir() and (tmp_path / "bin" / "tinyvllm").exists()
+
+
+def test_wheel_has_types_for_callers(installed, tmp_path):
+  """mypy reads the types of an installed package only if it has py.typed."""
+  program = tmp_path / "program.py"
+  program.write_text('import tinyvllm, tinyvllm_extra.llm\nx: int = tinyvllm.generate("Hello")\n'
+                     "reveal_type(tinyvllm_extra.llm.LLM)\n")
+  run = subprocess.run([sys.executable, "-m", "mypy", "--python-executable", installed.folder / "bin/python",
+                        "--ignore-missing-imports", "--cache-dir", tmp_path / "cache", program], cwd=tmp_path,
+                       capture_output=True, text=True, check=False, timeout=300)
+  assert 'has type "str", variable has type "int"' in run.stdout, run.stdout + run.stderr
+  assert "Any" not in run.stdout and "import-untyped" not in run.stdout and "Found 1 error in 1 file" in run.stdout
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.13"])
+@pytest.mark.parametrize("platform", ["aarch64-apple-darwin", "aarch64-manylinux_2_31", "x86_64-manylinux_2_31"])
+def test_all_extras_resolve_to_wheels_on_platform(platform, python):
+  """macOS on Apple silicon; Linux since Ubuntu 20.04 and Debian 11, which includes a Raspberry Pi."""
+  extras = [word for name in ("cpu", "server", "ray") for word in ("--extra", name)]
+  run = uv("pip", "compile", "pyproject.toml", *extras, "--only-binary", ":all:", "--python-version", python,
+           "--python-platform", platform)
+  assert run.returncode == 0 and "\nfastapi==" in run.stdout, run.stderr
+  assert ("\nkarellen-llvm-clang==" in run.stdout) == platform.startswith("x86_64")
 
 
 def test_imported_modules_are_from_the_installed_wheel(installed, tmp_path):
