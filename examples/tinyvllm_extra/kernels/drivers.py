@@ -17,6 +17,7 @@ PROC, CGROUPS = pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup")
 CGROUP_FILES = {"": ("", "memory.max", "memory.current", "inactive_file"),
                 "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")}
 RESERVE = 2**29   # bytes of the host's memory that weights and KV cache do not use
+CPU_CACHE = 2**32   # maximum bytes of the KV cache on a CPU, if one sequence fits in it
 VRAM = ("1", "2")   # KFD's heap types of a card's memory: accessible to the host, and not accessible
 
 
@@ -158,7 +159,7 @@ class DriverMemory(backend.Memory):
     return limit or super().largest_tensor()
 
   def max_blocks(self, num_bytes: int, block_bytes: int, min_blocks: int) -> int:
-    """Round down, because the kernel cache depends on this number. On a CPU, use at most 4 GiB."""
+    """Round down, because the kernel cache depends on this number. On a CPU, use at most CPU_CACHE."""
     count = num_bytes // block_bytes
     count -= count % (1 << max(0, count.bit_length() - 6))
-    return min(count, max(2**32 // block_bytes, min_blocks)) if cpu_cores() else count
+    return min(count, max(CPU_CACHE // block_bytes, min_blocks)) if cpu_cores() else count
