@@ -6,8 +6,9 @@ import tinyvllm
 
 def main() -> None:
   prompt, model = (sys.argv[1:] + ["The cat", None])[:2] if len(sys.argv) != 2 else (sys.argv[1], None)
-  print(prompt, end="")
-  for piece in tinyvllm.generate_stream(prompt, model=model, max_tokens=60): print(piece, end="", flush=True)
+  pieces = tinyvllm.generate_stream(prompt, model=model, max_tokens=60)
+  print(prompt + next(pieces, ""), end="", flush=True)   # together: until the first piece, the model logs its start
+  for piece in pieces: print(piece, end="", flush=True)
   print()
 
 

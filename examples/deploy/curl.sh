@@ -79,7 +79,7 @@ curl "$url/detokenize" -H "$auth" -H "$json" -d '{"tokens": [65, 66, 67]}'
 title "Embeddings, of a model such as Qwen/Qwen3-Embedding-0.6B; others answer with an error"
 curl "$url/v1/embeddings" -H "$auth" -H "$json" -d '{"input": ["The cat", "The sun"], "dimensions": 32}' || true
 
-title "Documents sorted by relevance, with a model such as Qwen/Qwen3-Reranker-0.6B; others answer with an error"
+title "Documents sorted by relevance, with a model such as Qwen/Qwen3-Reranker-0.6B; other scores mean little"
 curl "$url/v1/rerank" -H "$auth" -H "$json" -d '{"query": "Who sat?", "documents": ["The cat sat.", "The sun."]}' || true
 
 title "Relevance in the order of the documents"

@@ -1,7 +1,9 @@
 """Embeddings and relevance scores, from Python and over HTTP, compared with the numpy reference."""
 import functools
 import json
+import math
 import shutil
+from types import SimpleNamespace
 from unittest.mock import ANY
 
 import numpy as np
@@ -16,7 +18,8 @@ from helpers.tokenizers import SPECIALS, byte_level_bpe
 from tokenizers import Tokenizer, processors
 
 from tinyvllm import LLM, InputError
-from tinyvllm_extra.pooling.embeddings import INSTRUCTION, SCORE_PROMPT
+from tinyvllm_extra.pooling.embeddings import INSTRUCTION, SCORE_PROMPT, scoring
+from tinyvllm_extra.sampling.params import Logprob
 from tinyvllm_extra.vllm_names import PoolingParams
 
 QWEN = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "bos_token_id": None, "eos_token_id": 0}
@@ -216,6 +219,19 @@ def test_score_routes_return_scores_in_order(reranker, expected_score):
   data = [{"index": i, "object": "score", "score": near(expected_score(QUERY, x))} for i, x in enumerate(DOCUMENTS * 5)]
   assert reranker.post("/score", {"text_1": QUERY, "text_2": DOCUMENTS * 5}).json()["data"] == data
   assert reranker.post("/v1/score", {"text_1": QUERY, "text_2": DOCUMENTS[0]}).json()["data"] == data[:1]
+
+
+@pytest.mark.parametrize("share,warns", [(0.98, False), (0.02, True)])
+def test_scores_of_model_that_rarely_answers_yes_or_no_log_a_warning(text_folder, caplog, share, warns):
+  tokenizer = LLM(text_folder, **RERANK).tokenizer
+  scores = scoring(tokenizer, [("a", "b")], INSTRUCTION)
+  next(scores)
+  table = {tokenizer.encode(x, False)[0]: Logprob(math.log(share / 2), 1, x) for x in ("yes", "no")}
+  output = SimpleNamespace(request_id="", prompt_token_ids=[], num_cached_tokens=0,
+                           outputs=[SimpleNamespace(logprobs=[table])])
+  assert scores.send([output]) == []
+  with pytest.raises(StopIteration) as end: scores.send([])
+  assert end.value.value[0].outputs.score == 0.5 and ("choose a reranker" in caplog.text) == warns
 
 
 def test_tokenizer_without_answers_cannot_rerank(tmp_path, text_folder):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tinyvllm import request
-from tinyvllm.config import ModelConfig, check, option
+from tinyvllm.config import ModelConfig, check, logger, option
 from tinyvllm.engine import Engine, Prompt
 from tinyvllm.request import RequestOutput, Sequence
 from tinyvllm_extra.sampling.logits import NUM_BEST
@@ -136,5 +136,8 @@ def scoring(tokenizer: ChatTokenizer, texts: list[tuple[str, str]],
   others = yield [({"prompt_token_ids": outputs[i].prompt_token_ids}, params(0, token)) for i, token in missing]
   for (i, _), other in zip(missing, others, strict=True):
     tables[i] = tables[i] | logprobs_of(other)
+  share = float(np.mean([math.exp(table[yes].logprob) + math.exp(table[no].logprob) for table in tables]))
+  if share < 0.5: logger.warning(f"these scores mean little: the model answers {' or '.join(ANSWERS)} with probability "
+                                 f"{share:.3f} only; choose a reranker such as Qwen/Qwen3-Reranker-0.6B")
   scores = [1 / (1 + math.exp(min(700.0, table[no].logprob - table[yes].logprob))) for table in tables]
   return [pooled(x, ScoringOutput(score)) for x, score in zip(outputs, scores, strict=True)]
