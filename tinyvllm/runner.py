@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from tinygrad import Context, Device, Tensor, dtypes
 
-from .backend import LOGITS, NUM_WORDS, TOKENS, exclusive, scatter_kernel
+from .backend import LOGITS, NUM_WORDS, TOKENS, cpu_cores, exclusive, scatter_kernel
 from .config import EngineConfig, check, logger
 from .llama import Llama
 from .request import SAMPLING_FIELDS, SamplerMode, Sequence
@@ -88,9 +88,9 @@ def allocate_kv_caches(model: Llama, config: EngineConfig, num_bytes: int) -> li
         f"{f'lower max_model_len to {(max_blocks - 1) * config.block_size}, ' if max_blocks > 1 else ''}raise "
         "gpu_memory_utilization or choose a smaller model")
   check(num_blocks <= limit, f"num_gpu_blocks_override={num_blocks} must be at most {limit} on {Device.DEFAULT}")
-  num_tokens = (num_blocks - 1) * config.block_size
-  logger.log(30 if num_blocks <= per_sequence else 20, f"KV cache: {num_blocks - 1} blocks = {num_tokens} tokens, "
-             f"{num_blocks * block_bytes / 2**30:.2f} GiB: {num_tokens / length:.1f} sequences of {length}")
+  logger.log(30 if num_blocks <= per_sequence else 20, f"KV cache: {num_blocks - 1} blocks = "
+             f"{(num_blocks - 1) * config.block_size} tokens: {(num_blocks - 1) / per_sequence:.1f} sequences of "
+             f"{length}, {num_blocks * block_bytes / 2**30:.2f} GiB{' when all are used' if cpu_cores() else ''}")
   def new(shape, dtype): return Tensor.empty(num_blocks, *shape, dtype=dtype, device=model.devices.names).contiguous()
   return [[new(*part).realize() for part in layout] for _ in range(model.config.num_hidden_layers)]
 

@@ -1,5 +1,5 @@
 """Options of `tinyvllm.LLM` that only the extension understands, under vLLM's names."""
-import dataclasses, logging
+import dataclasses, logging, warnings
 
 from tinyvllm.config import EngineConfig, JsonObject, check, logger, option
 from tinyvllm.request import SAMPLING_FIELDS
@@ -38,8 +38,12 @@ def check_one_device(count: int, why: str) -> None:
   check(count == 1, f"tensor_parallel_size={count} must be 1{why}")
 
 
-def setup_logging() -> None:
-  """Log to stderr from level INFO on, unless the program has configured logging."""
+def setup_logging(is_server: bool = False) -> None:
+  """Log to stderr from level INFO on, unless the program has configured logging. is_server: each line has time and
+  level, also lines of other packages from level WARNING on."""
   if logger.hasHandlers(): return
-  logger.addHandler(logging.StreamHandler())
+  logging.captureWarnings(is_server)
+  if is_server: warnings.formatwarning = lambda message, category, *_: f"{category.__name__}: {message}"
+  if is_server: logging.basicConfig(format="%(asctime)s %(levelname)-7s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+  else: logger.addHandler(logging.StreamHandler())
   logger.setLevel(logger.level or logging.INFO)

@@ -121,7 +121,7 @@ class Server(Client):
         [*command, *map(str, options)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file,
         cwd=Path(__file__).parents[2], env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})})
     try:
-      self.url = wait_until(self._find_url, "Uvicorn logs its URL", seconds)
+      self.url = wait_until(self._find_url, "the log has the URL", seconds)
       if ready: wait_until(self.healthy, "/health answers 200", seconds)
     except BaseException as e:
       log = self.log
@@ -130,7 +130,7 @@ class Server(Client):
       raise
 
   def _find_url(self) -> str:
-    match = re.search(r"(?:Uvicorn|tinyvllm:) running on (https?://[^\s]*:\d+)", self.log)
+    match = re.search(r"(?:listening|tinyvllm: running) on (https?://[^\s]*:\d+)", self.log)
     assert match or self.process.poll() is None, f"the server exited with code {self.process.poll()}"
     return match[1] if match else ""
 

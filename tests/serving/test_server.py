@@ -179,13 +179,6 @@ def test_field_of_hostile_size_is_400_and_names_its_limit(server, path, fields, 
   assert message in error_of(server.post(path, fields), 400)["message"]
 
 
-def test_wrong_method_is_405_and_unknown_route_is_404(server):
-  for path in ("/v1/completions", "/v1/chat/completions", "/generate", "/tokenize"):
-    error_of(server.get(path), 405)
-  error_of(server.post("/v1/models", {}), 405)
-  error_of(server.get("/v1/files"), 404)
-
-
 # CORS
 
 def preflight(server, origin):

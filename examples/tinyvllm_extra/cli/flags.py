@@ -22,7 +22,8 @@ GROUPS = {
     prompt_logprobs structured_outputs""",
   "Server": """host port api_key served_model_name | request_timeout shutdown_timeout max_body_size stream_interval
     allowed_origins strict_fields trust_request_chat_template reasoning_parser tool_call_parser root_path uds
-    ssl_certfile ssl_keyfile ssl_ca_certs ssl_cert_reqs ssl_ciphers"""}
+    ssl_certfile ssl_keyfile ssl_ca_certs ssl_cert_reqs ssl_ciphers disable_uvicorn_access_log
+    disable_access_log_for_endpoints"""}
 
 
 UNITS = {unit: base**i for base, units in ((1000, "kmgt"), (1024, "KMGT")) for i, unit in enumerate(units, 1)}

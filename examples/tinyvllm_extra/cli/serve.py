@@ -5,7 +5,7 @@ from tinyvllm.config import InputError, JsonObject, check
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.formats.checkpoints import open_checkpoint
 from tinyvllm_extra.models import find_model
-from tinyvllm_extra.options import LLMConfig
+from tinyvllm_extra.options import LLMConfig, setup_logging
 from tinyvllm_extra.serving.app import Server, ServerConfig
 from tinyvllm_extra.vllm_options import read_options
 
@@ -48,6 +48,7 @@ def parse(argv: list[str]) -> tuple[str | None, JsonObject, ServerConfig]:
 def main(argv: list[str]) -> int:
   """Run `tinyvllm serve` and return the exit code. Raises any exception that loading the model raised."""
   folder, engine_options, config = parse(argv)
+  setup_logging(is_server=True)
   if folder: check_model(folder, engine_options)   # before listening
   check_address(config.host, config.port, config.uds)
   server = Server(folder, engine_options, config)

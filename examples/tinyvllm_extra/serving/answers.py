@@ -18,6 +18,12 @@ from .protocol import (ChatCompletionRequest, CompletionRequest, GenerationReque
                        tool_choice_of, tools_of)
 
 
+def num_tokens(requests: list[Request]) -> tuple[int, int]:
+  """Return the numbers of prompt tokens and of generated tokens."""
+  prompt = sum(request.sequences[0].num_prompt for request in requests)   # samples share the prompt
+  return prompt, sum(request.metrics.num_generated for request in requests)
+
+
 @dataclasses.dataclass
 class Job:
   """A generation: the builder of its answer reads it."""
@@ -31,8 +37,7 @@ class Job:
   def __post_init__(self) -> None: self.created = int(time.time())
 
   def usage(self) -> JsonObject:
-    prompt = sum(request.sequences[0].num_prompt for request in self.requests)   # samples share the prompt
-    generated = sum(request.metrics.num_generated for request in self.requests)
+    prompt, generated = num_tokens(self.requests)
     cached = sum(request.sequences[0].num_cached or 0 for request in self.requests)
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached}}

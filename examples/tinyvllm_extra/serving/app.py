@@ -1,6 +1,6 @@
 """The HTTP server: routes, the middleware in front of them, startup and shutdown. It listens before the
 model is loaded; requests get HTTP 503 until then."""
-import asyncio, contextlib, functools, hmac, json, os, pathlib, signal, socket, threading, uuid
+import asyncio, contextlib, functools, hmac, json, logging, os, pathlib, signal, socket, threading, time, uuid
 from collections.abc import Callable
 
 import fastapi, fastapi.middleware.cors as cors, uvicorn
@@ -11,21 +11,22 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinyvllm import __version__
-from tinyvllm.config import InputError, JsonObject, check, has_type
+from tinyvllm.config import InputError, JsonObject, check, has_type, logger
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.pooling.pooling_routes import Pooling
 
 from .agents.routes import Agents
+from .answers import num_tokens
 from .async_engine import AsyncLLM
 from .errors import EXCEPTION_HANDLERS, ErrorJSON
 from .fields import unknown_fields
-from .generation import EVENT_STREAM, Serving
+from .generation import EVENT_STREAM, SERVED, Serving
 from .prometheus import log_throughput
 from .protocol import AnthropicErrorResponse, ErrorResponse
 from .server_config import ServerConfig
 
-# Paths that need neither an API key nor a loaded model
-OPEN_PATHS = {"/", "/health", "/ping", "/load", "/version", "/metrics", "/openapi.json"}
+QUIET_PATHS = {"/health", "/ping", "/load", "/metrics"}   # their requests are logged at level DEBUG
+OPEN_PATHS = {"/", "/version", "/openapi.json", *QUIET_PATHS}   # need neither an API key nor a loaded model
 MAX_HEADERS = 2**16   # maximum size of a request's headers in bytes
 Routes = dict[str, Callable[..., object]]   # functions by path
 Responses = dict[int | str, JsonObject]     # of OpenAPI, by status
@@ -43,7 +44,8 @@ class Gate:
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] != "http": return await self.app(scope, receive, send)
-    refusal = self.refusal(scope["path"].removeprefix(self.options.root_path), Headers(scope=scope))
+    scope["root_path"] = self.options.root_path
+    refusal = self.refusal(scope["path"].removeprefix(scope["root_path"]), Headers(scope=scope))
     try: body = await self.read_body(fastapi.Request(scope, receive), 0 if refusal else self.options.max_body_size)
     except ClientDisconnect: return
     if body is None: refusal = refusal or ErrorJSON(413, "the body is larger than --max-body-size="
@@ -85,18 +87,35 @@ class Gate:
     return self.not_ready()
 
 
-class RequestIds:
-  """ASGI middleware that gives each response the X-Request-Id of its request, or a new one."""
-  def __init__(self, app: ASGIApp): self.app = app
+class AccessLog:
+  """ASGI middleware that gives each response the X-Request-Id of its request, or a new one, and logs its end."""
+  def __init__(self, app: ASGIApp, options: ServerConfig):
+    self.app = app
+    self.options = options
+    self.quiet_paths = {*QUIET_PATHS, *options.disable_access_log_for_endpoints.split(",")}
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] != "http": return await self.app(scope, receive, send)
+    started = time.monotonic()
     request_id = Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex
+    SERVED.set([])
+    sent = list[Message]()   # the first and the last message
 
     async def send_with_id(message: Message) -> None:
       if message["type"] == "http.response.start": MutableHeaders(scope=message)["X-Request-Id"] = request_id
+      sent[1:] = [message]
       await send(message)
-    await self.app(scope, receive, send_with_id)
+    try: await self.app(scope, receive, send_with_id)
+    finally: self.log(scope, sent, time.monotonic() - started, request_id)
+
+  def log(self, scope: Scope, sent: list[Message], seconds: float, request_id: str) -> None:
+    is_complete = len(sent) > 1 and not sent[1].get("more_body")
+    status = sent[0]["status"] if is_complete else 499   # nginx's code for a client that left early
+    tokens = "{} prompt and {} output tokens, ".format(*num_tokens(SERVED.get())) if SERVED.get() else ""
+    line = f"{scope['method']} {scope['path'][:256]} {status} in {seconds:.3f} s, {tokens}id {request_id[:64]}"
+    is_quiet = scope["path"].removeprefix(self.options.root_path) in self.quiet_paths
+    if not self.options.disable_uvicorn_access_log:   # ascii: clients choose the path, which may contain line breaks
+      logger.log(logging.DEBUG if is_quiet else logging.INFO, ascii(line)[1:-1])
 
 
 class Server(uvicorn.Server):
@@ -113,8 +132,8 @@ class Server(uvicorn.Server):
     app: ASGIApp = Gate(self.routes(), options, self.not_ready)
     if options.allowed_origins:
       app = cors.CORSMiddleware(app, parse_origins(options.allowed_origins), allow_methods=["*"], allow_headers=["*"])
-    super().__init__(uvicorn.Config(RequestIds(app), options.host, options.port, options.uds, interface="asgi3",
-                                    access_log=False, timeout_graceful_shutdown=int(options.shutdown_timeout) + 5,
+    super().__init__(uvicorn.Config(AccessLog(app, options), options.host, options.port, options.uds, log_config=None,
+                                    interface="asgi3", timeout_graceful_shutdown=int(options.shutdown_timeout) + 5,
                                     **options.tls))
     try: self.config.load()
     except OSError as error:
@@ -124,7 +143,7 @@ class Server(uvicorn.Server):
   def routes(self) -> fastapi.FastAPI:
     error: JsonObject = {"model": ErrorResponse}
     app = fastapi.FastAPI(title="tinyvllm", version=__version__, exception_handlers=EXCEPTION_HANDLERS, docs_url=None,
-                          redoc_url=None, responses={"4XX": error, "5XX": error}, root_path=self.options.root_path)
+                          redoc_url=None, responses={"4XX": error, "5XX": error})
     app.get("/", response_class=HTMLResponse)(self.page)
     app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
     serving = self.serving
@@ -152,15 +171,29 @@ class Server(uvicorn.Server):
   # Start and shutdown
 
   async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-    threading.Thread(target=self.load, daemon=True).start()   # daemon: a signal does not wait for it
     self.log_task = asyncio.create_task(log_throughput(self.serving.engine_metrics))
     await super().startup(sockets)
+    logger.info(f"listening on {self.options.uds or self.address()}; requests get HTTP 503 until the model is ready")
+    threading.Thread(target=self.prepare, daemon=True).start()   # daemon: a signal does not wait for it
+
+  def prepare(self) -> None:
+    """Load the model, wait until requests can run, and log the URLs."""
+    self.load()
+    while self.state() and not self.should_exit: time.sleep(0.05)   # steps are being captured
+    if not self.should_exit: logger.info(f"ready: chat page {self.address()}/, API {self.address()}/v1")
 
   def load(self) -> None:
     try: self.serving.llm = self.open_engine()
     except Exception as error:
       self.error = error
       self.should_exit = True
+
+  def address(self) -> str:
+    """Return the server's URL for clients of this machine."""
+    options = self.options
+    host = "localhost" if options.uds or options.host in ("", "0.0.0.0", "::") else options.host
+    port = "" if options.uds else f":{self.servers[0].sockets[0].getsockname()[1]}"
+    return f"http{'s' * bool(options.ssl_certfile)}://{f'[{host}]' if ':' in host else host}{port}{options.root_path}"
 
   def state(self) -> str:
     """Return why the server is not ready, or "" if it is."""
@@ -180,6 +213,7 @@ class Server(uvicorn.Server):
   async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
     """Wait for all responses, as uvicorn does, but abort requests after the shutdown timeout."""
     serving = self.serving
+    logger.info(f"shutting down: {len(serving.requests)} requests have {self.options.shutdown_timeout} s to finish")
     asyncio.get_running_loop().call_later(self.options.shutdown_timeout, serving.abort, serving.requests)
     await super().shutdown(sockets)
     if serving.llm and self.options.prefix_cache_file: await asyncio.to_thread(serving.llm.shutdown)   # ignores signals
@@ -199,11 +233,8 @@ class Server(uvicorn.Server):
 
 def parse_origins(words: list[str]) -> list[str]:
   """Return the origins in allowed_origins, whose words are origins or vLLM's JSON lists of them."""
-  origins: list[str] = []
-  for word in words:
-    try: parsed = json.loads(word) if word.startswith("[") else [word]
-    except ValueError: parsed = [None]
-    check(has_type(parsed, list[str]), f"allowed_origins={word!r} must be an origin or a JSON list of strings, as in "
-          "'[\"*\"]'")
-    origins += parsed
-  return origins
+  try: lists = [json.loads(word) if word.startswith("[") else [word] for word in words]
+  except ValueError: lists = []
+  check(lists and has_type(lists, list[list[str]]), f"allowed_origins={words!r} must be origins, or JSON lists of "
+        "strings, as in '[\"*\"]'")
+  return [origin for origins in lists for origin in origins]

@@ -1,10 +1,12 @@
 """Error responses in OpenAI's format, or in Anthropic's for /v1/messages, and the handlers of exceptions in routes."""
 import http
+from collections.abc import Mapping
 from typing import Any
 
 import fastapi
 from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.responses import JSONResponse
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from tinyvllm.config import InputError, JsonObject, logger
@@ -34,10 +36,10 @@ HEADERS = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 431: {"Connecti
 
 class ErrorJSON(JSONResponse):
   """An error response in OpenAI's format, and in Anthropic's on its routes."""
-  def __init__(self, status: int, message: str, param: str | None = None):
+  def __init__(self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None):
     content = error_body(status, message, param)
     self.error = content["error"]
-    super().__init__(content, status, HEADERS.get(status))
+    super().__init__(content, status, headers or HEADERS.get(status))
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     if "/v1/messages" in scope["path"]:
@@ -53,7 +55,8 @@ class Refusal(Exception):
 async def explain(request: fastapi.Request, error: Exception) -> fastapi.Response:
   """Return the error response for an exception that a route raised. Log it, unless it is the client's mistake."""
   if isinstance(error, Refusal): return ErrorJSON(*error.args)
-  if isinstance(error, StarletteHTTPException): return ErrorJSON(error.status_code, error.detail)
+  if isinstance(error, StarletteHTTPException):
+    return ErrorJSON(error.status_code, explain_path(request, error), headers=error.headers)
   if isinstance(error, RequestValidationError): return explain_validation(request, error.errors()[0])
   if isinstance(error, UnicodeEncodeError): return ErrorJSON(400, f"text is not valid Unicode: {error}")
   if isinstance(error, InputError):
@@ -61,6 +64,20 @@ async def explain(request: fastapi.Request, error: Exception) -> fastapi.Respons
   if not isinstance(error, MissingPackage): return ErrorJSON(500, internal_error(error)["error"]["message"])
   logger.warning(f"{request.url.path}: {error}")
   return ErrorJSON(501, str(error))
+
+
+def explain_path(request: fastapi.Request, error: StarletteHTTPException) -> str:
+  """Return the error message for a path without a route, or for a method that the route does not have."""
+  allowed = (error.headers or {}).get("Allow")
+  if error.status_code != 404: return f"{error.detail}: use {allowed}" if allowed else error.detail
+  path = request.scope["path"][:256]
+  # Of /chat/completions, and of /v1/v1/chat/completions
+  name = path.removeprefix(request.scope["root_path"]).rpartition("/v1/")[2].strip("/")
+  scope = {**request.scope, "path": f"/v1/{name}"}
+  if all(route.matches(scope)[0] == Match.NONE for route in request.app.routes):
+    return f"{path} does not exist: /openapi.json lists all paths"
+  base_url = f"{request.base_url}{'' if name.startswith('messages') else 'v1'}".rstrip("/")
+  return f"{path} does not exist: did you mean /v1/{name}? Set the client's base_url to {base_url}"
 
 
 def explain_validation(request: fastapi.Request, problem: JsonObject) -> fastapi.Response:

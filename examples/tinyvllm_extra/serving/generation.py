@@ -1,6 +1,6 @@
 """Generation: turns a request body into engine requests, and their outputs into one JSON response or a stream of
 events. A Builder decides the wire format. `Serving.requests` holds all unfinished requests."""
-import asyncio, collections, contextlib, functools, time, uuid
+import asyncio, collections, contextlib, contextvars, functools, time, uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from typing import Protocol, TypeVar
 
@@ -20,6 +20,8 @@ from .protocol import ChatCompletionRequest, CompletionRequest, DetokenizeReques
 from .server_config import ServerConfig
 
 EVENT_STREAM = "text/event-stream"
+# The engine's requests that answer the current HTTP request; set by the access log
+SERVED = contextvars.ContextVar[list[Request]]("SERVED")
 B = TypeVar("B", CompletionRequest, ChatCompletionRequest)
 
 
@@ -148,6 +150,7 @@ class Serving:
       self.observer.observe_end(request)
 
     self.requests.update(requests)
+    SERVED.get([]).extend(requests)
     try:
       async with contextlib.aclosing(self.loaded.stream(requests, on_end)) as stream:
         async for outputs in stream:

@@ -117,6 +117,6 @@ async def log_throughput(engine_metrics: Callable[[], JsonObject]) -> None:
       hit_rate = now["prefix_cache_hits"] / max(1, now["prefix_cache_queries"])
       logger.info(f"Engine 000: Avg prompt throughput: {prompt:.1f} tokens/s, Avg generation throughput: "
                   f"{generation:.1f} tokens/s, Running: {now['num_requests_running']} reqs, Waiting: "
-                  f"{now['num_requests_waiting']} reqs, GPU KV cache usage: {now['kv_cache_usage_perc']:.1%}, "
+                  f"{now['num_requests_waiting']} reqs, KV cache usage: {now['kv_cache_usage_perc']:.1%}, "
                   f"Prefix cache hit rate: {hit_rate:.1%}{draft_statistics(now)}")
     before = now

@@ -23,6 +23,8 @@ class ServerConfig(Options):
   reasoning_parser: str | None = option(None, "Format of reasoning (default: chat template's)", choices=(*REASONING,))
   tool_call_parser: str | None = option(None, "Format of tool calls (default: chat template's)", choices=(*TOOLS,))
   prefix_cache_file: str | None = option(None, "File to load and save the prefix cache (default: none)")
+  disable_uvicorn_access_log: bool = option(False, "Log no requests; also --disable-access-log")
+  disable_access_log_for_endpoints: str = option("", "Paths not to log, as in /a,/b (default: none)")
   root_path: str = option("", "Path prefix of all routes behind a proxy (default: none)")
   uds: str | None = option(None, "Unix domain socket to listen on, instead of host and port (default: none)")
   ssl_certfile: str | None = option(None, "TLS certificate, to serve HTTPS (default: none)")

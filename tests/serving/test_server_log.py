@@ -1,0 +1,83 @@
+"""The server's log: a line for each request and the URLs; and hints for paths that do not exist."""
+import asyncio
+import logging
+import re
+from types import SimpleNamespace
+
+import pytest
+from helpers.protocol import KEY, running_request
+from helpers.servers import error_of, wait_until
+
+from tinyvllm_extra.cli import serve
+from tinyvllm_extra.serving.app import AccessLog, Server, ServerConfig
+
+COMPLETIONS, BODY = "/v1/completions", {"prompt": "the cat", "max_tokens": 4, "ignore_eos": True}
+
+
+@pytest.fixture
+def logged(caplog):
+  """A function that waits for the line of a request with this id."""
+  caplog.set_level(logging.DEBUG, "tinyvllm")
+  def line(request_id): return next((x for x in caplog.messages if x.endswith(f", id {request_id}")), None)
+  return lambda request_id: wait_until(lambda: line(request_id), f"a line of {request_id}")
+
+
+@pytest.mark.parametrize("method,path,body,line", [
+  ("POST", COMPLETIONS, BODY, f"{COMPLETIONS} 200 in S s, 5 prompt and 4 output tokens"),
+  ("POST", COMPLETIONS, {**BODY, "n": 2, "stream": True}, f"{COMPLETIONS} 200 in S s, 5 prompt and 8 output tokens"),
+  ("POST", COMPLETIONS, {"prompt": 5}, f"{COMPLETIONS} 400 in S s"), ("GET", "/", None, "/ 200 in S s"),
+  ("GET", "/v1/x?key=secret", None, "/v1/x 404 in S s"), ("GET", COMPLETIONS, None, f"{COMPLETIONS} 405 in S s"),
+  ("GET", "/a%0A2026 INFO%1B[31m", None, r"/a\n2026 INFO\x1b[31m 404 in S s")])
+def test_request_is_logged_with_status_duration_and_tokens(server, logged, caplog, method, path, body, line):
+  server.request(method, path, json=body, headers={"X-Request-Id": "mine"})
+  assert re.sub(r"\d+\.\d{3}", "S", logged("mine")) == f"{method} {line}, id mine"
+  assert "the cat" not in caplog.text and "secret" not in caplog.text
+
+
+def test_401_and_disconnect_are_logged_at_their_end_without_the_key(limited, logged, caplog):
+  limited.post(COMPLETIONS, BODY, headers={"Authorization": "Bearer hunter2", "X-Request-Id": "wrong"})
+  assert f"POST {COMPLETIONS} 401 in " in logged("wrong")
+  with running_request(limited): assert f"{COMPLETIONS} 499" not in caplog.text
+  wait_until(lambda: re.search(rf"{COMPLETIONS} 499 in [\d.]+ s, 5 prompt and \d+ output", caplog.text), "the line")
+  assert "hunter2" not in caplog.text and KEY["Authorization"] not in caplog.text
+
+
+@pytest.mark.parametrize("flags,level", [
+  ([], logging.INFO), (["--disable-access-log-for-endpoints", "/health,/x"], logging.DEBUG),
+  (["--root-path", "/r"], logging.INFO), (["--disable-access-log"], None), (["--disable-uvicorn-access-log"], None)])
+def test_access_log_flags_set_the_level(caplog, flags, level):
+  """The app sends no end of its response."""
+  async def app(scope, receive, send): await send({"type": "http.response.start", "status": 200, "headers": []})
+  async def send(message): ...
+  caplog.set_level(logging.DEBUG, "tinyvllm")
+  log = AccessLog(app, serve.parse(flags)[2])
+  scope = {"type": "http", "method": "GET", "headers": []}
+  for path in ("/x", "/r/health"): asyncio.run(log({**scope, "path": path}, None, send))
+  health = logging.DEBUG if "--root-path" in flags else logging.INFO
+  expected = [("GET /x 499 in", level), ("GET /r/health", health)] if level else []
+  assert [(x.getMessage()[:13], x.levelno) for x in caplog.records if "GET" in x.msg] == expected
+
+
+@pytest.mark.parametrize("options,url", [
+  ({}, "http://127.0.0.1:8123"), ({"host": "0.0.0.0"}, "http://localhost:8123"),
+  ({"host": "::", "ssl_certfile": "c"}, "https://localhost:8123"), ({"host": "::1"}, "http://[::1]:8123"),
+  ({"uds": "/s", "root_path": "/llm"}, "http://localhost/llm")])
+def test_address_is_usable_on_this_machine(options, url):
+  listener = SimpleNamespace(sockets=[SimpleNamespace(getsockname=lambda: ("0.0.0.0", 8123))])
+  assert Server.address(SimpleNamespace(options=ServerConfig(**options), servers=[listener])) == url
+
+
+@pytest.mark.parametrize("path,name,base", [
+  ("/chat/completions", "chat/completions", "/v1"), ("/v1/v1/chat/completions", "chat/completions", "/v1"),
+  ("/api/v1/chat/completions", "chat/completions", "/v1"),
+  ("/completions", "completions", "/v1"), ("/models", "models", "/v1"), ("/messages", "messages", "")])
+def test_path_without_v1_or_with_two_is_404_with_a_hint(server, path, name, base):
+  for method in ("GET", "POST"):
+    message = error_of(server.request(method, path), 404)["message"]
+    assert message.endswith(f"did you mean /v1/{name}? Set the client's base_url to {server.url}{base}")
+
+
+def test_unknown_path_is_404_and_wrong_method_405_with_allow(server):
+  assert error_of(server.get("/v1/files"), 404)["message"] == "/v1/files does not exist: /openapi.json lists all paths"
+  response = server.get(COMPLETIONS)
+  assert error_of(response, 405)["message"] == "Method Not Allowed: use POST" and response.headers["allow"] == "POST"
