@@ -88,7 +88,8 @@ LONG = "is that all " * 99
 def chat(folder, *lines, terminal=False):
   stdin = io.StringIO("".join(f"{line}\n" for line in lines))
   stdin.isatty = lambda: terminal
-  return run_command("chat", folder, *FLAGS, "--max-tokens", 5, stdin=stdin)
+  return run_command("chat", folder, *FLAGS, "--max-tokens", 5, "--temperature", 0, stdin=stdin,
+                     XDG_STATE_HOME=str(folder / "state"))
 
 
 def test_chat_runs_commands_and_drops_messages_that_are_too_long(chat_folder, answer):
@@ -137,7 +138,7 @@ def test_ctrl_c_without_an_answer_exits_130(chat_folder, monkeypatch):
   def lines():
     yield "hello"
     signal.raise_signal(signal.SIGINT)
-  monkeypatch.setattr(cli.chat, "input_lines", lines)
+  monkeypatch.setattr("builtins.input", mock.Mock(side_effect=lines()))
   run = chat(chat_folder)
   assert run.returncode == 130 and run.stdout.count("\n") == 1, "the first line is answered"
   monkeypatch.setattr(LLM, "generate_stream", lambda *_: signal.raise_signal(signal.SIGINT))

@@ -6,7 +6,7 @@ from tinyvllm import SamplingParams
 
 
 def test_chat_command_with_url_equals_llm_chat(server, llm):
-  run = run_command("chat", "--url", server.url, "--max-tokens", "5", stdin="hello\nis that all\n")
+  run = run_command("chat", "--url", server.url, "--max-tokens", 5, "--temperature", 0, stdin="hello\nis that all\n")
   messages, answers = [], []
   for line in ("hello", "is that all"):
     messages.append({"role": "user", "content": line})

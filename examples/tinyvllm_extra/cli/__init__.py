@@ -1,6 +1,6 @@
 """The command line: `tinyvllm run MODEL` and `tinyvllm generate PROMPT`, which print text as it is generated, `tinyvllm
 serve`, `tinyvllm convert` and `tinyvllm doctor`. The first two need the core's dependencies only."""
-import argparse, os, signal, subprocess, sys, threading
+import argparse, os, signal, subprocess, sys
 
 from tinygrad.device import CompileError
 
@@ -10,7 +10,7 @@ from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.packages import MissingPackage, optional
 
 from . import chat
-from .chat import CHAT, print_error, print_stream
+from .chat import CHAT, print_error, print_stream, start
 from .client import Remote
 from .flags import add_flags, parse_flags, select_options
 
@@ -34,6 +34,7 @@ def parse(argv: list[str]) -> JsonObject:
                                   aliases=["chat"] if name == "run" else [])
     if name == "generate": command.add_argument("prompt", help=argparse.SUPPRESS)
     else: command.add_argument("model", nargs="?", help=argparse.SUPPRESS)
+    if name == "run": command.add_argument("--verbose", action="store_true", help="Print tokens/s after each answer")
     add_flags(command, LLMConfig, SamplingParams)
     server = command.add_argument_group("Server")
     server.add_argument("--url", default=None, help="URL of a running server (default: run here)")
@@ -43,19 +44,19 @@ def parse(argv: list[str]) -> JsonObject:
 
 def run(args: JsonObject) -> int:
   """Run a command except COMMANDS and return the exit code. Ctrl-C stops a chat's answer, or else ends the process."""
-  answering = threading.Event()
 
   def interrupt(*_: object) -> None:   # not a KeyboardInterrupt, which is lost when raised within a __del__ of tinygrad
-    if answering.is_set(): return answering.clear()
     os.write(1, b"\n")
     os._exit(130)
 
   engine = select_options(args, LLMConfig)
   signal.signal(signal.SIGINT, interrupt)
-  params = SamplingParams(**{"temperature": 0.0, **select_options(args, SamplingParams)})
+  settings = select_options(args, SamplingParams)
+  if args["command"] == "generate": settings = {"temperature": 0.0, **settings}
+  SamplingParams(**settings)   # its checks, before the model is loaded
   llm = Remote(args, engine) if args["url"] or args["api_key"] else LLM(args["model"], **engine)
-  if args["command"] != "generate": return chat.chat(llm, params, answering)
-  print_stream(llm.generate_stream(args["prompt"], params), args["prompt"])
+  if args["command"] != "generate": return chat.Chat(llm, settings, "verbose" in args).run()
+  print_stream(start(llm, args["prompt"], settings), args["prompt"])
   return 0
 
 

@@ -1,14 +1,21 @@
-"""`tinyvllm chat` in a terminal: lines of input, and answers that are printed as they are generated."""
-import contextlib, itertools, logging, sys, threading
-from collections.abc import Iterator
+"""`tinyvllm run`: a conversation in the terminal. While the user types, a thread captures graphs. It ends before the
+answer begins, since only one thread at a time may use the engine."""
+import contextlib, dataclasses, difflib, inspect, json, logging, os, pathlib, signal, sys, threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
-from tinyvllm import LLM, SamplingParams
-from tinyvllm.config import logger
+from tinyvllm import LLM, RequestOutput, SamplingParams
+from tinyvllm.config import JsonObject, check, logger
+from tinyvllm_extra.options import SAMPLING_DEFAULTS
 
 from .client import Remote
+from .vllm_flags import parse_value
 
-CHAT = "Chat with a model. Commands: /new, /system TEXT, /exit"
+CHAT = "Chat with a model; /help lists the commands"
+QUOTES = '"""'
+Output = RequestOutput | SimpleNamespace   # of an LLM or a Remote
 
 
 def print_error(error: BaseException) -> int:
@@ -17,8 +24,16 @@ def print_error(error: BaseException) -> int:
   return 1
 
 
-def print_stream(outputs: Any, text: str = "", running: threading.Event | None = None) -> str:
-  """Print `text` and the outputs' text as it arrives, until they end or `running` is cleared. Return all text."""
+def start(llm: LLM | Remote, prompt: str | JsonObject, settings: JsonObject) -> Iterator[Output]:
+  """Start a request with the model's sampling defaults, except `settings`. A chat may fill the context."""
+  if isinstance(llm, Remote): return llm.generate_stream(prompt, settings)
+  limit = {"max_tokens": None} if isinstance(prompt, dict) else {}
+  return llm.generate_stream(prompt, SamplingParams(**{**limit, **llm.sampling_defaults, **settings}))
+
+
+def print_stream(outputs: Any, text: str = "", stop: threading.Event | None = None) -> tuple[str, Output]:
+  """Print `text` and the outputs' text as it arrives, until they end or `stop` is set. Return all text and the last
+  output."""
   num_printed = 0
   with contextlib.closing(outputs):
     for output in outputs:
@@ -26,34 +41,139 @@ def print_stream(outputs: Any, text: str = "", running: threading.Event | None =
       print(text[num_printed:], end="", flush=True)
       num_printed = len(text)
       logger.setLevel(max(logger.level, logging.WARNING))   # from now on a log line would interrupt the text
-      if running and not running.is_set(): break
+      if stop and stop.is_set(): break
   print()
-  return text
+  return text, output
 
 
-def input_lines() -> Iterator[str]:
-  interactive = sys.stdin.isatty()
-  with contextlib.suppress(EOFError):
-    while True: yield input("> " if interactive else "")
-  if interactive: print()
+@contextlib.contextmanager
+def on_interrupt(handler: Callable[..., object]) -> Iterator[None]:
+  """Let `handler` handle Ctrl-C."""
+  previous = signal.signal(signal.SIGINT, handler)
+  try: yield
+  finally: signal.signal(signal.SIGINT, previous)
 
 
-def chat(llm: LLM | Remote, params: SamplingParams, answering: threading.Event) -> int:
-  """Answer each line of the input. A line that cannot be answered, such as one that is too long, is dropped. Return the
-  exit code: 1 if the last line was dropped, else 0."""
-  messages: list[dict[str, str]] = []
-  code = 0
-  for line in itertools.takewhile(lambda line: line != "/exit", input_lines()):
-    command, _, text = line.partition(" ")
-    if command == "/new": messages = []
-    elif command == "/system": messages = [{"role": "system", "content": text}]
-    else:
-      prompt = [*messages, {"role": "user", "content": line}]
-      answering.set()
-      try:
-        answer = print_stream(llm.generate_stream({"messages": prompt}, params), running=answering)
-        messages = [*prompt, {"role": "assistant", "content": answer}]
-        code = 0
-      except ValueError as error: code = print_error(error)
-      answering.clear()
-  return code
+def use_history(action: str) -> None:
+  """Edit lines with readline, and "read" or "write" the file of earlier lines."""
+  folder = pathlib.Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state", "tinyvllm").expanduser()
+  with contextlib.suppress(ImportError, OSError):   # Windows has no readline; the folder may be read-only
+    import readline
+    folder.mkdir(parents=True, exist_ok=True)
+    readline.set_history_length(1000)
+    getattr(readline, f"{action}_history_file")(folder / "chat_history")
+
+
+@dataclasses.dataclass
+class Chat:
+  """Commands:
+    /new                  start a new conversation
+    /system TEXT          start a new conversation with these instructions
+    /retry                answer the last message again
+    /params [NAME VALUE]  show the sampling parameters, or set one
+    /save FILE            write the conversation as JSON: a list of messages
+    /load FILE            read a conversation
+    /help                 show this text
+    /bye, /exit           leave; so does Ctrl-D, and Ctrl-C stops an answer
+  A line that ends with a backslash continues on the next one. A text between lines of triple quotes is one message."""
+  llm: LLM | Remote
+  settings: JsonObject   # sampling parameters that differ from the model's defaults
+  is_verbose: bool = False
+  messages: list[JsonObject] = dataclasses.field(default_factory=list)
+  captures: Iterator[str] = iter(())
+  progress: str = ""   # of the captures
+  code: int = 0
+
+  def run(self) -> int:
+    """Answer the input. Return the exit code: 1 if the last message or a command after it failed, else 0."""
+    if sys.stdin.isatty():
+      use_history("read")
+      logger.setLevel(max(logger.level, logging.WARNING))   # a line would land next to the prompt
+      if isinstance(self.llm, LLM): self.captures = self.llm.capture(quiet=True)
+      self.progress = next(self.captures, "")
+    with contextlib.suppress(EOFError):   # of /bye
+      for text in self.inputs():
+        try: self.handle(text)
+        except (ValueError, RuntimeError, OSError) as error: self.code = print_error(error)
+    return self.code
+
+  def inputs(self) -> Iterator[str]:
+    """Yield commands and messages. A line that ends with a backslash continues, and so does a text in triple quotes,
+    which keeps them."""
+    text = ""
+    with contextlib.suppress(EOFError):
+      while True:
+        try: text += self.read("... " if text else "> ") if sys.stdin.isatty() else input()
+        except KeyboardInterrupt:
+          text = ""
+          print("\n(Ctrl-D or /bye leaves the chat)")
+        is_quoted = text.startswith(QUOTES)
+        is_open = len(text) < 6 or not text.endswith(QUOTES) if is_quoted else text.endswith("\\")
+        if not is_open: yield text
+        text = "" if not is_open else text + "\n" if is_quoted else text[:-1] + "\n"
+    if sys.stdin.isatty(): print()
+    yield text
+
+  def read(self, prompt: str) -> str:
+    """Read a line of the terminal, and capture graphs until it is complete. Raises KeyboardInterrupt after Ctrl-C."""
+    stop = threading.Event()
+    with on_interrupt(signal.default_int_handler), ThreadPoolExecutor() as thread:   # joins it
+      thread.submit(self.capture, stop)
+      try: return input(prompt)
+      finally:
+        stop.set()
+        use_history("write")
+
+  def capture(self, stop: threading.Event) -> None:
+    while self.progress and not stop.is_set(): self.progress = next(self.captures, "")
+
+  def handle(self, text: str) -> None:
+    """Run a command or answer a message."""
+    name, _, argument = text.partition(" ")
+    if text.startswith("/"):
+      commands = [f"/{x[3:]}" for x in vars(Chat) if x.startswith("do_")]
+      hint = " or ".join(difflib.get_close_matches(name, commands)) or "/help"
+      check(name in commands, f"unknown command {name}: try {hint}")
+      return getattr(self, f"do_{name[1:]}")(argument.strip())
+    if text.startswith(QUOTES): text = text[3:].removesuffix(QUOTES).strip("\n")
+    if text.strip(): self.answer([*self.messages, {"role": "user", "content": text}])
+
+  def answer(self, messages: list[JsonObject]) -> None:
+    """Answer the last message, and print why the answer was cut, and its rates."""
+    if self.progress: print(f"({self.progress}: a step of a new size takes some seconds to compile)", file=sys.stderr)
+    stop = threading.Event()
+    with on_interrupt(lambda *_: stop.set()):
+      text, output = print_stream(start(self.llm, {"messages": messages}, self.settings), stop=stop)
+    self.messages = [*messages, {"role": "assistant", "content": text}]
+    self.code = 0
+    limit, metrics = self.settings.get("max_tokens"), output.metrics
+    if output.outputs[0].finish_reason == "length":
+      is_full = not limit or metrics and metrics.num_generated < limit
+      print("(cut: the context is full; /new starts a new conversation)" if is_full else
+            f"(cut at max_tokens={limit}; `/params max_tokens N` raises it)", file=sys.stderr)
+    if not self.is_verbose or not metrics: return
+    num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
+    print(f"({num_prompt} prompt tokens, {num_cached} cached, {(num_prompt - num_cached) / metrics.ttft:.1f} tokens/s;"
+          f" {metrics.num_generated} output tokens, {1 / max(metrics.tpot, 1e-9):.1f} tokens/s)", file=sys.stderr)
+
+  def do_help(self, _: str) -> None: print(inspect.getdoc(Chat))
+  def do_new(self, _: str) -> None: self.messages = []
+  def do_system(self, text: str) -> None: self.messages = [{"role": "system", "content": text}]
+  def do_retry(self, _: str) -> None: self.answer(self.messages[:-1])
+  def do_save(self, path: str) -> None: pathlib.Path(path).expanduser().write_text(json.dumps(self.messages, indent=1))
+  def do_bye(self, _: str) -> None: raise EOFError
+  do_exit = do_bye
+
+  def do_load(self, path: str) -> None:
+    messages = json.loads(pathlib.Path(path).expanduser().read_text())
+    check(isinstance(messages, list), f"{path} must hold a list of messages with role and content")
+    self.messages = messages
+
+  def do_params(self, text: str) -> None:
+    name, _, value = text.partition(" ")
+    settings = {**self.settings, **({name: parse_value(value)} if name else {})}
+    SamplingParams(**settings)   # checks them
+    self.settings = settings
+    defaults = dict.fromkeys(["max_tokens", "seed", *SAMPLING_DEFAULTS], "default")
+    values = {**defaults, **getattr(self.llm, "sampling_defaults", {}), **settings}
+    print(*(f"{name} {value}" for name, value in values.items()), sep="\n")

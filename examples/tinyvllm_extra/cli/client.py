@@ -1,10 +1,8 @@
 """The command line's client for a running server."""
-import json, urllib.error, urllib.request
+import json, time, urllib.error, urllib.request
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
-from tinyvllm import SamplingParams
 from tinyvllm.config import InputError, JsonObject, check
 from tinyvllm.engine import Prompt
 
@@ -19,17 +17,18 @@ class Remote:
     self.flags = flags
     self.url = flags["url"].rstrip("/")
 
-  def generate_stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Any]:
-    """Run LLM.generate_stream on the server, for a str or {"messages": [...]}. Each output has only outputs[0].text.
+  def generate_stream(self, prompt: Prompt, sampling: JsonObject) -> Iterator[SimpleNamespace]:
+    """Run LLM.generate_stream on the server, for a str or {"messages": [...]}. sampling: fields of
+    SamplingParams. Each output has outputs[0].text; the last one also has the finish_reason and the numbers of tokens.
     Raises InputError if the server rejects the request or does not respond, RuntimeError if a step fails there."""
     chat = isinstance(prompt, dict)
-    sampling = {name: value for name, value in vars(params).items() if value != getattr(SamplingParams, name)}
     body = {**(prompt if isinstance(prompt, dict) else {"prompt": prompt}), **sampling, "model": self.flags["model"],
-            "stream": True}
+            "stream": True, "stream_options": {"include_usage": True}}
     key = f"Bearer {self.flags['api_key']}".encode()   # not always Latin-1
     headers: JsonObject = {"Content-Type": "application/json", "Authorization": key}
     url = f"{self.url}/v1/{'chat/' if chat else ''}completions"
-    request = urllib.request.Request(url, json.dumps(body, default=vars).encode(), headers)
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    times = [time.monotonic()]
     try: response = urllib.request.urlopen(request)
     except urllib.error.HTTPError as error: raise InputError(f"{self.url}: {message_of(error)}") from error
     except urllib.error.URLError as error:
@@ -38,8 +37,22 @@ class Remote:
       for event in (json.loads(line[6:]) for line in response if line.startswith(b"data: {")):
         if "error" in event: raise RuntimeError(event["error"]["message"])
         for choice in event["choices"]:   # a delta of reasoning or of a tool call has no content
-          text = choice["delta"].get("content") if chat else choice["text"]
-          if text: yield SimpleNamespace(outputs=[SimpleNamespace(text=text)])
+          completion = SimpleNamespace(text=(choice["delta"].get("content") if chat else choice["text"]) or "",
+                                       finish_reason=choice.get("finish_reason"))
+          times.append(time.monotonic())
+          yield SimpleNamespace(outputs=[completion], metrics=None)
+        if event.get("usage"): yield with_usage(completion.finish_reason, event["usage"], times)
+
+
+def with_usage(finish_reason: str | None, usage: JsonObject, times: list[float]) -> SimpleNamespace:
+  """Return an output without text, with the numbers of tokens. times: of the request's start and each delta."""
+  num_generated = usage["completion_tokens"]
+  tpot = (times[-1] - times[1]) / max(1, num_generated - 1)
+  cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+  return SimpleNamespace(
+    outputs=[SimpleNamespace(text="", finish_reason=finish_reason)], prompt_token_ids=range(usage["prompt_tokens"]),
+    num_cached_tokens=cached,
+    metrics=SimpleNamespace(num_generated=num_generated, ttft=times[1] - times[0], tpot=tpot))
 
 
 def message_of(error: urllib.error.HTTPError) -> str:
