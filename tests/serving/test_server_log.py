@@ -67,17 +67,15 @@ def test_address_is_usable_on_this_machine(options, url):
   assert Server.address(SimpleNamespace(options=ServerConfig(**options), servers=[listener])) == url
 
 
-@pytest.mark.parametrize("path,name,base", [
-  ("/chat/completions", "chat/completions", "/v1"), ("/v1/v1/chat/completions", "chat/completions", "/v1"),
-  ("/api/v1/chat/completions", "chat/completions", "/v1"),
-  ("/completions", "completions", "/v1"), ("/models", "models", "/v1"), ("/messages", "messages", "")])
-def test_path_without_v1_or_with_two_is_404_with_a_hint(server, path, name, base):
-  for method in ("GET", "POST"):
-    message = error_of(server.request(method, path), 404)["message"]
-    assert message.endswith(f"did you mean /v1/{name}? Set the client's base_url to {server.url}{base}")
+CHAT, HINT = "/v1/chat/completions", "does not exist: did you mean {}? Set the client's base_url to {}"
 
 
-def test_unknown_path_is_404_and_wrong_method_405_with_allow(server):
-  assert error_of(server.get("/v1/files"), 404)["message"] == "/v1/files does not exist: /openapi.json lists all paths"
-  response = server.get(COMPLETIONS)
-  assert error_of(response, 405)["message"] == "Method Not Allowed: use POST" and response.headers["allow"] == "POST"
+@pytest.mark.parametrize("path,status,message", [
+  *[(path, 404, HINT.format(CHAT, "URL/v1")) for path in ("/chat/completions", f"/v1{CHAT}", f"/api{CHAT}/")],
+  ("/completions", 404, HINT.format(COMPLETIONS, "URL/v1")), ("/models", 404, HINT.format("/v1/models", "URL/v1")),
+  ("/messages", 404, HINT.format("/v1/messages", "URL")), ("/v1/files", 404, "/openapi.json lists all paths"),
+  ("/v1/models", 405, "use GET"), ("/tokenize", 405, "use POST")])
+def test_wrong_path_or_method_is_404_or_405_with_a_hint(server, path, status, message):
+  response = server.request("DELETE", path)
+  assert error_of(response, status)["message"].endswith(message.replace("URL", server.url))
+  assert response.headers.get("allow", "") == message[4:] * (status == 405)

@@ -43,7 +43,6 @@ class Gate:
     self.not_ready = not_ready
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-    if scope["type"] != "http": return await self.app(scope, receive, send)
     scope["root_path"] = self.options.root_path
     refusal = self.refusal(scope["path"].removeprefix(scope["root_path"]), Headers(scope=scope))
     try: body = await self.read_body(fastapi.Request(scope, receive), 0 if refusal else self.options.max_body_size)
@@ -95,7 +94,6 @@ class AccessLog:
     self.quiet_paths = {*QUIET_PATHS, *options.disable_access_log_for_endpoints.split(",")}
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-    if scope["type"] != "http": return await self.app(scope, receive, send)
     started = time.monotonic()
     request_id = Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex
     SERVED.set([])
@@ -109,8 +107,8 @@ class AccessLog:
     finally: self.log(scope, sent, time.monotonic() - started, request_id)
 
   def log(self, scope: Scope, sent: list[Message], seconds: float, request_id: str) -> None:
-    is_complete = len(sent) > 1 and not sent[1].get("more_body")
-    status = sent[0]["status"] if is_complete else 499   # nginx's code for a client that left early
+    # 499: nginx's code for a client that left early
+    status = sent[0]["status"] if len(sent) > 1 and not sent[1].get("more_body") else 499
     tokens = "{} prompt and {} output tokens, ".format(*num_tokens(SERVED.get())) if SERVED.get() else ""
     line = f"{scope['method']} {scope['path'][:256]} {status} in {seconds:.3f} s, {tokens}id {request_id[:64]}"
     is_quiet = scope["path"].removeprefix(self.options.root_path) in self.quiet_paths
@@ -134,7 +132,7 @@ class Server(uvicorn.Server):
       app = cors.CORSMiddleware(app, parse_origins(options.allowed_origins), allow_methods=["*"], allow_headers=["*"])
     super().__init__(uvicorn.Config(AccessLog(app, options), options.host, options.port, options.uds, log_config=None,
                                     interface="asgi3", timeout_graceful_shutdown=int(options.shutdown_timeout) + 5,
-                                    **options.tls))
+                                    ws="none", lifespan="off", **options.tls))
     try: self.config.load()
     except OSError as error:
       names = ", ".join(f"{name}={value!r}" for name, value in options.tls.items() if value)
