@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from helpers.commands import CHAT, FLAGS, error_line, run_command
+from helpers.commands import CHAT, FLAGS, PYTHONPATH, error_line, parse_command, run_command, run_process
 from helpers.engines import ENGINE
 from helpers.models import tiny_model
 from helpers.requests import greedy, tokens
@@ -19,7 +19,9 @@ from tinygrad.device import CompileError
 
 import tinyvllm
 from tinyvllm import LLM, SamplingParams, generate, generate_stream
-from tinyvllm_extra import cli
+from tinyvllm_extra.cli import generate as generate_command
+from tinyvllm_extra.cli.flags import select_options
+from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.packages import MissingPackage, optional
 
 # sampling: flags and fields of SamplingParams. refused: words of the message by command line. unknown: command lines
@@ -161,16 +163,92 @@ def test_unknown_argument_and_abbreviated_flag_exit_2_with_usage(command):
   assert run.returncode == 2 and run.stderr.startswith("usage: tinyvllm") and not run.stdout
 
 
-def test_version_flag_prints_version():
-  run = run_command("--version")
+@pytest.mark.parametrize("command,name", COMMANDS["suggested"].items())
+def test_misspelled_command_or_flag_suggests_the_nearest_one(command, name):
+  """With the usage of the command."""
+  run = run_command(*command.split())
+  usage = f"usage: tinyvllm {command.split()[0] if ' ' in command else '[-h]'} "
+  assert run.returncode == 2 and run.stderr.startswith(usage) and run.stderr.endswith(f": did you mean {name}?\n")
+
+
+@pytest.mark.parametrize("command,words", COMMANDS["words"].items())
+def test_words_of_a_command_may_follow_flags(command, words):
+  args = parse_command(*command.split())
+  assert [args.get("model"), args.get("prompt")] == words
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_version_flag_prints_version(flag):
+  run = run_command(flag)
   assert (run.returncode, run.stdout) == (0, f"{tinyvllm.__version__}\n")
+
+
+# Prompts of the command line and of stdin
+
+def test_prompt_is_a_word_a_flag_or_stdin(words_folder, words_llm):
+  text = f"the cat{text_of(words_llm)}\n"
+  options = ["-m", words_folder, *FLAGS, "-n", 12]
+  for words, stdin in ((["the cat"], ""), (["-p", "the cat"], ""), (["-"], "the cat\n"), (["-p", "-"], "the cat")):
+    assert run_command("generate", *options, *words, stdin=stdin).stdout == text
+
+
+@pytest.mark.parametrize("words,stdin", [(["hello"], "x"), (["-p", "hello"], "x"), (["-"], "hello\n")])
+def test_run_answers_one_question_and_ends(chat_folder, answer, words, stdin):
+  run = run_command("run", chat_folder, *FLAGS, "--max-tokens", 5, "--temperature", 0, *words, stdin=stdin)
+  text = answer("user: hello\n")
+  assert (run.returncode, run.stdout) == (0, f"{text}\n")
+
+
+@pytest.mark.parametrize("command", ["generate Once -n 9 --log-level error", "--help", "serve --help"])
+def test_closed_pipe_ends_quietly(command):
+  """As after `| head -1`: nobody reads."""
+  reader, writer = os.pipe()
+  os.close(reader)
+  run = subprocess.run([sys.executable, "-m", "tinyvllm", *command.split()], stdout=writer, stderr=subprocess.PIPE,
+                       text=True, env={**os.environ, "PYTHONPATH": PYTHONPATH})
+  os.close(writer)
+  assert run.returncode in (0, 141) and not re.search("Traceback|Exception|Broken", run.stderr), run.stderr
+
+
+# Environment variables
+
+def test_environment_variables_set_flags_below_the_command_line(words_folder, words_llm, tmp_path):
+  (tmp_path / "config.yaml").write_text("max-tokens: 3\ntemperature: 0.5\ndtype: float16\n")
+  env = {"TINYVLLM_MODEL": str(words_folder), "TINYVLLM_MAX_TOKENS": "12", "TINYVLLM_TEMPERATURE": "0.7",
+         "TINYVLLM_ENABLE_PREFIX_CACHING": "0", "TINYVLLM_CONFIG": str(tmp_path / "config.yaml"),
+         "TINYVLLM_BLOCK_SIZE": "7", "TINYVLLM_API_KEY": "only for serve", "TINYVLLM_SEED": ""}
+  with pytest.MonkeyPatch.context() as patch:
+    for name, value in env.items(): patch.setenv(name, value)
+    args = parse_command("generate", "the cat", "--temperature", 0)
+    assert select_options(args, SamplingParams) == {"max_tokens": 12, "temperature": 0.0}
+    assert select_options(args, LLMConfig) == {"dtype": "float16", "enable_prefix_caching": False}
+  run = run_command("generate", "the cat", *FLAGS, "-n", 12, TINYVLLM_MODEL=str(words_folder), TINYVLLM_API_KEY="a key")
+  assert run.stdout == f"the cat{text_of(words_llm)}\n"
+
+
+@pytest.mark.parametrize("name,value,code", [("PORT", "x", 2), ("PORT", "99999", 1), ("MAX_MODEL_LEN", "1", 1),
+                                             ("ENABLE_PREFIX_CACHING", "maybe", 2)])
+def test_error_names_the_environment_variable(name, value, code):
+  run = run_command("serve", **{f"TINYVLLM_{name}": value})
+  assert run.returncode == code and f"TINYVLLM_{name}" in run.stderr.splitlines()[-1]
+
+
+# Completion
+
+@pytest.mark.parametrize("words,expected", COMMANDS["completed"].items())
+def test_bash_completes_commands_and_flags(words, expected):
+  """The function that bash calls after Tab at the end of the last word."""
+  script = run_command("completion", "bash").stdout
+  call = f"COMP_WORDS=(tinyvllm {words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _shtab_tinyvllm"
+  run = run_process("bash", "-c", f"{script}\n{call}; echo ${{COMPREPLY[@]}}")
+  assert sorted(run.stdout.split()) == sorted(expected.split()), run.stderr
 
 
 @pytest.mark.parametrize("error", [
   CompileError("unknown type"), subprocess.CalledProcessError(1, ["clang"]), RuntimeError("no device"),
   MissingPackage("install it"), ValueError("a bad value"), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
 def test_expected_error_is_one_line_and_exit_code_1_or_130(monkeypatch, error):
-  monkeypatch.setattr(cli, "LLM", mock.Mock(side_effect=error))
+  monkeypatch.setattr(generate_command, "LLM", mock.Mock(side_effect=error))
   run = run_command("generate", "Hello")
   expected = (130, "") if isinstance(error, KeyboardInterrupt) else (1, f"tinyvllm: {error}\n")
   assert (run.returncode, run.stderr, run.stdout) == (*expected, "")
@@ -178,10 +256,11 @@ def test_expected_error_is_one_line_and_exit_code_1_or_130(monkeypatch, error):
 
 @pytest.mark.parametrize("command,module,extra", [
   ("chat", "jinja2.sandbox", "hf"), ("serve", "tinyvllm_extra.cli.serve", "server"),
-  ("convert", "tinyvllm_extra.cli.convert", "hf"), ("doctor", "tinyvllm_extra.cli.doctor", "cpu")])
+  ("convert", "tinyvllm_extra.cli.convert", "hf"), ("doctor", "tinyvllm_extra.cli.doctor", "cpu"),
+  ("completion", "tinyvllm_extra.cli.completion", "completion"), ("list", "huggingface_hub", "hf")])
 def test_missing_package_error_names_its_extra(chat_folder, monkeypatch, command, module, extra):
   monkeypatch.setitem(sys.modules, module, None)
-  options = ["--model", chat_folder, *FLAGS] if command == "chat" else []
+  options = {"chat": ["--model", chat_folder, *FLAGS], "convert": ["a", "b"], "completion": ["bash"]}.get(command, [])
   run = run_command(command, *options, stdin="hello\n")
   error = error_line(run)
   assert module.partition(".")[0] in error and f"pip install 'tinyvllm[{extra}]'" in error and run.stdout == ""

@@ -5,14 +5,15 @@ import dataclasses
 import functools
 import logging
 import re
+import sys
 
 import pytest
-from helpers.commands import run_command
+from helpers.commands import run_command, run_process
 
 from tinyvllm import SamplingParams
 from tinyvllm.config import Options, option
 from tinyvllm_extra.cli import flags as product
-from tinyvllm_extra.cli.flags import HelpFormatter, add_flags, integer, select_options
+from tinyvllm_extra.cli.flags import CommandParser, HelpFormatter, add_flags, integer, select_options
 from tinyvllm_extra.options import LLMConfig, setup_logging
 from tinyvllm_extra.serving.app import ServerConfig
 
@@ -33,7 +34,10 @@ def help_entries(text):
   return {flags: " ".join(words.split()) for flags, words in entries}
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS, "convert", "doctor"])
+ALL = ["run", "generate", "serve", "pull", "list", "rm", "convert", "doctor", "completion"]
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS, *ALL])
 def test_help_fits_on_two_screens(command):
   lines = help_text(command).splitlines()
   assert len(lines) <= 48 and max(map(len, lines)) <= 80
@@ -41,7 +45,17 @@ def test_help_fits_on_two_screens(command):
 
 def test_help_lists_commands():
   commands = re.findall(r"^    (\w+)(?: \((\w+)\))?(?: +\S|$)", help_text(""), re.M)
-  assert commands == [("run", "chat"), ("generate", ""), ("serve", ""), ("convert", ""), ("doctor", "")]
+  assert commands == [(name, "chat" if name == "run" else "") for name in ALL]
+  assert run_command(COLUMNS="80").stdout == help_text("") and "examples:\n  tinyvllm run " in help_text("")
+
+
+def test_help_imports_no_slow_packages():
+  """Parsing needs 0.1 s of CPU time, these packages another 0.5 s."""
+  slow = {"tinygrad", "numpy", "fastapi", "pydantic", "huggingface_hub", "jinja2"}
+  code = "import atexit, sys, tinyvllm_extra.cli as cli\natexit.register(lambda: print(*sys.modules))\ncli.main()"
+  for command in ALL:
+    run = run_process(sys.executable, "-c", code, command, "--help")
+    assert run.returncode == 0 and "tinyvllm_extra.cli" in run.stdout and not slow & {*run.stdout.split()}, command
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -53,7 +67,7 @@ def test_help_all_describes_every_option_and_help_hides_rare_ones(command):
   assert all(name in text for name in common) and not any(name in text for name in rare)
   entries = help_entries(everything)
   assert help_entries(text).items() < entries.items()
-  flags = {re.sub(r"^--(\[no-])?", "", words.split()[0]) for words in entries}
+  flags = {re.sub(r"^(-\w, )?--(\[no-])?", "", words).split()[0] for words in entries}
   kinds = (LLMConfig, ServerConfig if command == "serve" else SamplingParams)
   fields = {field.name.replace("_", "-") for kind in kinds for field in dataclasses.fields(kind)} - {"n"}
   assert fields | {"model", "log-level"} <= flags and "n" not in flags, "a terminal shows one sample"
@@ -64,7 +78,7 @@ def test_help_all_describes_every_option_and_help_hides_rare_ones(command):
 
 
 def test_every_grouped_flag_is_an_option_and_greedy_is_the_default():
-  names = {name for names in product.GROUPS.values() for name in names.split()} - {"|"}
+  names = {name for names in product.GROUPS.values() for name in names.split()}
   kinds = (LLMConfig, SamplingParams, ServerConfig)
   assert names <= {field.name for kind in kinds for field in dataclasses.fields(kind)}
   assert "(default: 0.0)" in help_entries(help_text("generate"))["--temperature FLOAT"]
@@ -85,22 +99,24 @@ class Described(Options):
   dtype: str = option("auto", "A field of the group Model")
 
 
-def test_add_flags_reads_types_and_help_from_fields(monkeypatch):
+def test_add_flags_reads_types_and_help_from_fields(monkeypatch, capsys):
   monkeypatch.setenv("COLUMNS", "80")
-  parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
-  add_flags(parser, Described)
+  parser = CommandParser()
+  add_flags(parser, "", Described)
   words = "--sizes 1 2k --sizes 3 --names 4 --ratio 0.5 --limit auto --mode b --no-fast --deep --kind kind-9"
   assert select_options(vars(parser.parse_args([*words.split(), "--table", '{"a": 1}'])), Described) == {
     "sizes": [1, 2000, 3], "names": ["4"], "ratio": 0.5, "limit": None, "mode": "b", "fast": False, "deep": True,
     "table": {"a": 1}, "kind": "kind-9"}
   assert select_options(vars(parser.parse_args([])), Described) == {}
-  text = parser.format_help()
+  assert re.findall(r"^(\w+):$", parser.format_help(), re.M) == ["options", "Model"]
+  with pytest.raises(SystemExit): parser.parse_args(["--help-all"])
+  text = capsys.readouterr().out
   assert help_entries(text).items() >= {
     "--sizes INT [INT ...]": "Sizes, bytes (default: none)", "--names STR [STR ...]": "Names of things (default: none)",
     "--mode {a,b}": "Mode of operation (default: a)", "--ratio FLOAT": "Ratio, 100% at most (default: half)",
     "--limit INT": "Maximum number of retries (default: 3)", "--table JSON": "Numbers by name (default: none)",
     "--[no-]fast": "Skip the slow part (default: on)", "--[no-]deep": "Visit all parts (default: off)"}.items()
-  assert re.findall(r"^(\w+):$", text, re.M) == ["options", "Model", "Other"] and "--log-level" not in text
+  assert re.findall(r"^(\w.*):$", text, re.M) == ["options", "Model", "Rare flags of Described"]
 
 
 def test_help_formatter_cuts_long_lists_of_choices():

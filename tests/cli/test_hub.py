@@ -9,7 +9,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from helpers.commands import FLAGS
+from helpers.commands import FLAGS, error_line, run_command
 from helpers.engines import ENGINE
 from helpers.hub import COMMIT, Hub
 from helpers.models import tensor_shapes, tiny_config, tiny_model
@@ -153,6 +153,24 @@ def test_server_takes_a_name(hub, repository):
   with LocalServer("org/tiny", *FLAGS) as server:
     assert server.get("/v1/models").json()["data"][0]["id"] == "org/tiny"
     assert server.post("/v1/completions", {"model": "org/tiny", "prompt": "the cat"}).status_code == 200
+
+
+# The commands pull, list and rm
+
+def test_pull_list_and_rm_of_models(hub, repository, gguf_repository, monkeypatch):
+  monkeypatch.setattr("tinyvllm_extra.options.logger", logging.Logger("quiet"))
+  assert run_command("list").stdout.split() == ["NAME", "SIZE", "FORMAT", "LAST", "USE"]
+  for name in ("org/tiny", "org/tiny-GGUF:Q8_0", "org/tiny-GGUF:bf16"):
+    assert run_command("pull", name).stdout == f"{local_path(name)}\n"
+  _, *rows = [line.split(maxsplit=3) for line in run_command("list").stdout.splitlines()]
+  assert [(name, re.sub("  .*", "", rest)) for name, _, _, rest in rows] == [
+    ("org/tiny", "safetensors"), ("org/tiny-GGUF", "BF16, Q8_0")]
+  assert "did you mean org/tiny?" in error_line(run_command("rm", "org/tny"))
+  assert "see tinyvllm list" in error_line(run_command("rm", "another/name"))
+  run = run_command("rm", "org/tiny", "org/tiny-GGUF")
+  assert re.sub(r"[\d.]+ (MB|KB|B) ", "", run.stdout) == "deleted org/tiny: freed\ndeleted org/tiny-GGUF: freed\n"
+  assert not [*hub.cache.glob("models--*")] and run_command("list").stdout.count("\n") == 1
+  assert "download_dir='/nowhere' is not a folder" in error_line(run_command("list", "--download-dir", "/nowhere"))
 
 
 # Sizes

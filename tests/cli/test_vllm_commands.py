@@ -7,12 +7,12 @@ from pathlib import Path
 from string import Template
 
 import pytest
-from helpers.commands import error_line, run_command
+from helpers.commands import error_line, parse_command, run_command
 
 from tinyvllm import LLM, InputError, SamplingParams
 from tinyvllm_extra.cli.flags import select_options
 from tinyvllm_extra.options import LLMConfig
-from tinyvllm_extra.cli.serve import parse
+from tinyvllm_extra.cli.serve import read_arguments
 from tinyvllm_extra.cli.vllm_flags import expand, read_config
 from tinyvllm_extra.vllm_options import NO_EFFECT, read_options
 
@@ -32,11 +32,12 @@ def files(tmp_path_factory):
   return {path.name: path for path in folder.iterdir()}
 
 
-def parse_command(command, files): return parse(shlex.split(Template(command).substitute(files)))
+def parse(command, files):
+  return read_arguments(parse_command("serve", *shlex.split(Template(command).substitute(files))))
 
 
 @pytest.mark.parametrize("command", COMMANDS["accepted"])
-def test_command_of_vllm_is_accepted(command, files): assert parse_command(command, files)[0]
+def test_command_of_vllm_is_accepted(command, files): assert parse(command, files)[0]
 
 
 @pytest.mark.parametrize("command,message", COMMANDS["refused"].items())
@@ -49,7 +50,7 @@ def test_command_with_missing_feature_is_one_line_and_exit_code_1(command, messa
 def test_values_reach_the_options(files):
   command = "m --max-model-len 1k -tp 2 -q awq_marlin --max_num_seqs 7 --no-enable-prefix-caching --swap-space 4 " \
     "--speculative-config.method ngram --speculative_config.a.b=1"
-  assert parse_command(command, files)[1] == {
+  assert parse(command, files)[1] == {
     "max_model_len": 1000, "tensor_parallel_size": 2, "quantization": "awq_marlin", "max_num_seqs": 7,
     "enable_prefix_caching": False, "swap_space": 4, "speculative_config": {"method": "ngram", "a": {"b": 1}}}
 
@@ -63,12 +64,12 @@ def test_expand_returns_full_flags_and_joins_parts_of_json(words, expanded):
 # --config
 
 def test_config_file_applies_unless_command_line_sets_option(files):
-  model, engine, server = parse_command("--config $config --port 9000", files)
+  model, engine, server = parse("--config $config --port 9000", files)
   assert (model, server.port, server.host) == ("facebook/opt-125m", 9000, "127.0.0.1")
   assert engine == {"max_model_len": 1000, "enable_prefix_caching": False, "trust_remote_code": True,
                     "override_generation_config": {"temperature": 0.5}}
   assert server.served_model_name == ["a", "b"]
-  model, _, server = parse_command("other --config $config --served-model-name c", files)
+  model, _, server = parse("other --config $config --served-model-name c", files)
   assert (model, server.served_model_name) == ("other", ["c"])
 
 

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from helpers.commands import parse_command
 from helpers.engines import ENGINE
 from helpers.models import tiny_config, tiny_model
 from helpers.requests import greedy, prompt, tokens
@@ -127,4 +128,5 @@ def test_serve_command_loads_a_model_as_its_runner_says(tmp_path, monkeypatch, r
   (tiny_model(tmp_path, words=True) / "modules.json").write_text(json.dumps(modules))
   def server(*_): raise InputError("started")
   monkeypatch.setattr(serve, "Server", server)
-  with pytest.raises(InputError, match=message): serve.main([str(tmp_path), "--port", "0", "--runner", runner])
+  args = parse_command("serve", tmp_path, "--port", 0, "--runner", runner)
+  with pytest.raises(InputError, match=message): serve.main(args)

@@ -43,6 +43,12 @@ def run_command(*arguments: Any, stdin: str | io.StringIO = "", **env: str) -> s
   return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
 
 
+def parse_command(*arguments: Any) -> dict[str, Any]:
+  """Return the arguments of `tinyvllm *arguments` without running it."""
+  from tinyvllm_extra.cli import make_parser, parse_flags   # here, so that other lanes do not import the command line
+  return parse_flags(make_parser(), [*map(str, arguments)])
+
+
 def start_process(*arguments: Any, **env: str) -> subprocess.Popen:
   """Start `tinyvllm *arguments` in the checkout, with pipes for stdin, stdout and stderr."""
   return subprocess.Popen([sys.executable, "-m", "tinyvllm", *map(str, arguments)], stdin=subprocess.PIPE, text=True,

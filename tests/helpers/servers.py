@@ -22,6 +22,8 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from .commands import parse_command
+
 
 def wait_until(condition: Callable[[], Any], description: str = "", seconds: float = 60.0) -> Any:
   """Poll the condition until it is truthy, and return its value. Raises AssertionError after `seconds`."""
@@ -178,7 +180,8 @@ class LocalServer(Client):
     from tinyvllm_extra.serving import app   # here, so that other lanes need no server
     self.patch = pytest.MonkeyPatch()
     before(self.patch)
-    folder, engine, config = serve.parse([*([str(model)] if model else []), *map(str, options), "--port", "0"])
+    args = parse_command("serve", *([model] if model else []), *options, "--port", "0")
+    folder, engine, config = serve.read_arguments(args)
     self.server = app.Server(folder, engine, config)
     self.unknown_fields = app.unknown_fields
     self.fields_state = {**vars(self.unknown_fields), "names": set()}   # of this server: it is global in a process

@@ -5,6 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from helpers.commands import parse_command
 from helpers.protocol import KEY, running_request
 from helpers.servers import error_of, wait_until
 
@@ -50,7 +51,7 @@ def test_access_log_flags_set_the_level(caplog, flags, level):
   async def app(scope, receive, send): await send({"type": "http.response.start", "status": 200, "headers": []})
   async def send(message): ...
   caplog.set_level(logging.DEBUG, "tinyvllm")
-  log = AccessLog(app, serve.parse(flags)[2])
+  log = AccessLog(app, serve.read_arguments(parse_command("serve", *flags))[2])
   scope = {"type": "http", "method": "GET", "headers": []}
   for path in ("/x", "/r/health"): asyncio.run(log({**scope, "path": path}, None, send))
   health = logging.DEBUG if "--root-path" in flags else logging.INFO

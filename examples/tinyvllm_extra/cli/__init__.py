@@ -1,70 +1,88 @@
-"""The command line: `tinyvllm run MODEL` and `tinyvllm generate PROMPT`, which print text as it is generated, `tinyvllm
-serve`, `tinyvllm convert` and `tinyvllm doctor`. The first two need the core's dependencies only."""
-import argparse, os, signal, subprocess, sys
+"""Run and serve language models on tinygrad.
 
-from tinygrad.device import CompileError
+examples:
+  tinyvllm run                            Chat with the bundled model
+  tinyvllm run HuggingFaceTB/SmolLM2-135M-Instruct "Why is the sky blue?"
+  tinyvllm serve HuggingFaceTB/SmolLM2-135M-Instruct
+  eval "$(tinyvllm completion bash)"      Complete commands and flags with Tab
 
-from tinyvllm import LLM, SamplingParams, __version__
+Variables set flags, too: TINYVLLM_MODEL, TINYVLLM_PORT and so on, for each
+flag that `tinyvllm COMMAND --help` shows.
+"""
+# The text above is the help. This module parses the command line and prints errors in one line. It imports neither
+# tinygrad nor packages of extras; a command's module does.
+import os, pathlib, subprocess, sys
+
+from tinyvllm import __version__
 from tinyvllm.config import JsonObject
 from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.packages import MissingPackage, optional
+from tinyvllm_extra.sampling.params import SamplingParams
+from tinyvllm_extra.serving.server_config import ServerConfig
 
-from . import chat
-from .chat import CHAT, print_error, print_stream, start
-from .client import Remote
-from .flags import add_flags, parse_flags, select_options
+from .flags import CommandParser, add_flags, parse_flags
 
-# Errors that are printed in one line; the last two come from a compiler
-FAILURES = (ValueError, MissingPackage, RuntimeError, CompileError, subprocess.CalledProcessError)
-# Commands with their own `main`: help text, module, and the extra that installs their packages
-COMMANDS = {"serve": ("Serve the OpenAI API over HTTP", "tinyvllm_extra.cli.serve", "server"),
-            "convert": ("Convert a GGUF file to a model folder", "tinyvllm_extra.cli.convert", "hf"),
-            "doctor": ("Test the devices of this machine", "tinyvllm_extra.cli.doctor", "cpu")}
+FAILURES = (ValueError, MissingPackage, RuntimeError, subprocess.CalledProcessError)   # printed in one line
 
 
-def parse(argv: list[str]) -> JsonObject:
-  """Return the arguments of `run`, `chat` or `generate`, without options that are not set."""
-  parser = argparse.ArgumentParser(prog="tinyvllm", description="Run and serve language models on tinygrad.",
-                                   allow_abbrev=False)
-  parser.add_argument("--version", action="version", version=__version__, help="Show the version and exit")
-  commands = parser.add_subparsers(dest="command", required=True, title="commands", metavar="COMMAND")
-  for name, (text, *_) in {"run": [CHAT], "generate": ["Complete a prompt"], **COMMANDS}.items():
-    usage = f"tinyvllm {name} {'PROMPT' if name == 'generate' else '[MODEL]'} [options]"
-    command = commands.add_parser(name, help=text, description=text, usage=usage, argument_default=argparse.SUPPRESS,
+def make_parser() -> CommandParser:
+  """Return the parser of the command line. It sets "module", whose `main(args)` runs the command, and "extra", which
+  installs the module's packages."""
+  parser = CommandParser(prog="tinyvllm", description=__doc__)
+  parser.add_argument("-V", "--version", action="version", version=__version__, help="Show the version and exit")
+  commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+  parser.commands = commands.choices
+
+  def add(name: str, text: str, module: str, extra: str = "hf", words: str = "", *options: type) -> CommandParser:
+    usage = f"tinyvllm {name} {words} [options]" if words else None
+    command = commands.add_parser(name, help=text, description=f"{text}.", usage=usage,
                                   aliases=["chat"] if name == "run" else [])
-    if name == "generate": command.add_argument("prompt", help=argparse.SUPPRESS)
-    else: command.add_argument("model", nargs="?", help=argparse.SUPPRESS)
-    if name == "run": command.add_argument("--verbose", action="store_true", help="Print tokens/s after each answer")
-    add_flags(command, LLMConfig, SamplingParams)
+    command.set_defaults(module=f"tinyvllm_extra.cli.{module}", extra=extra, root=parser)
+    if options: add_flags(command, words, *options)
+    return command
+
+  for name, text, words in (("run", "Chat, or answer one PROMPT (-: stdin)", "[MODEL [PROMPT]]"),
+                            ("generate", "Complete a PROMPT (-: stdin)", "PROMPT")):
+    command = add(name, text, "generate", "hf", words, LLMConfig, SamplingParams)
+    if name == "run": command.add_argument("--verbose", action="store_true", help="Print rates (default: off)")
     server = command.add_argument_group("Server")
-    server.add_argument("--url", default=None, help="URL of a running server (default: run here)")
-    server.add_argument("--api-key", default=None, help="API key for that server (default: none)")
-  return {"model": None, **parse_flags(parser, argv)}
-
-
-def run(args: JsonObject) -> int:
-  """Run a command except COMMANDS and return the exit code. Ctrl-C stops a chat's answer, or else ends the process."""
-
-  def interrupt(*_: object) -> None:   # not a KeyboardInterrupt, which is lost when raised within a __del__ of tinygrad
-    os.write(1, b"\n")
-    os._exit(130)
-
-  engine = select_options(args, LLMConfig)
-  signal.signal(signal.SIGINT, interrupt)
-  settings = select_options(args, SamplingParams)
-  if args["command"] == "generate": settings = {"temperature": 0.0, **settings}
-  SamplingParams(**settings)   # its checks, before the model is loaded
-  llm = Remote(args, engine) if args["url"] or args["api_key"] else LLM(args["model"], **engine)
-  if args["command"] != "generate": return chat.Chat(llm, settings, "verbose" in args).run()
-  print_stream(start(llm, args["prompt"], settings), args["prompt"])
-  return 0
+    command.add_variable("url", "URL of a running server (default: run here)", server, metavar="URL")
+    command.add_variable("api_key", "API key for that server (default: none)", server, metavar="STR")
+    command.add_variable("prompt", "The prompt, instead of a word (default: none)", metavar="STR")
+  add("serve", "Serve the OpenAI API over HTTP", "serve", "server", "[MODEL]", LLMConfig, ServerConfig)
+  for name, text, words in (("pull", "Download a model and print its path", "MODEL"),
+                            ("list", "List downloaded models", ""), ("rm", "Delete downloaded models", "MODEL...")):
+    command = add(name, text, "downloads")
+    command.add_argument("--download-dir", help="Folder for downloads (default: the hub's cache)", metavar="DIR")
+    if words: command.add_argument("names", nargs="+" if name == "rm" else 1, metavar="MODEL", help="ORG/NAME[:TYPE]")
+  command = add("convert", "Convert a GGUF file to a model folder", "convert")
+  command.add_argument("file", type=pathlib.Path, help="GGUF file to read")
+  command.add_argument("folder", type=pathlib.Path, help="Folder to write, new or empty")
+  command = add("doctor", "Test the devices of this machine", "doctor", "cpu")
+  command.add_argument("--model", default=None, help="Also check if this folder or GGUF file fits (default: none)")
+  command.add_argument("--seconds", type=float, default=1.0, help="Seconds per bandwidth test (default: 1)")
+  command.add_argument("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto", help="KV cache's dtype")
+  command.add_argument("--json", action="store_true", default=False, help="Print the report as JSON (default: text)")
+  command = add("completion", "Print a script that completes flags in a shell", "completion", "completion")
+  command.add_argument("shell", choices=("bash", "zsh", "fish"), help="Name of the shell")
+  return parser
 
 
 def main(argv: list[str] | None = None) -> int:
   """Run the command line. Return the exit code: 0, 130 after Ctrl-C, or 1 after an error in one line."""
-  argv = sys.argv[1:] if argv is None else argv
+  args: JsonObject = {"variables": {}}
   try:
-    if argv and argv[0] in COMMANDS: return optional(*COMMANDS[argv[0]][1:], f"tinyvllm {argv[0]}").main(argv[1:])
-    return run(parse(argv))
+    try:
+      args |= parse_flags(make_parser(), (sys.argv[1:] if argv is None else argv) or ["--help"])
+      return optional(args["module"], args["extra"], f"tinyvllm {args['command']}").main(args)
+    finally: sys.stdout.flush()
   except KeyboardInterrupt: return 130
-  except FAILURES as error: return print_error(error)
+  except BrokenPipeError:   # of a reader that wants no more, such as head
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
+  except Exception as error:
+    from tinygrad.device import CompileError   # here, as parsing needs no tinygrad
+    if not isinstance(error, (*FAILURES, CompileError)): raise
+    variable = args["variables"].get(getattr(error, "parameter", None))
+    print(f"tinyvllm: {f'{variable}: ' if variable else ''}{error}", file=sys.stderr)
+    return 1

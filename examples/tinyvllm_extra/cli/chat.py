@@ -13,7 +13,6 @@ from tinyvllm_extra.options import SAMPLING_DEFAULTS
 from .client import Remote
 from .vllm_flags import parse_value
 
-CHAT = "Chat with a model; /help lists the commands"
 QUOTES = '"""'
 Output = RequestOutput | SimpleNamespace   # of an LLM or a Remote
 

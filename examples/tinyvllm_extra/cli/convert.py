@@ -1,6 +1,6 @@
 """`tinyvllm convert`: converts a GGUF file to a folder in Hugging Face's layout, for other programs. Quantized weights
 keep their bits, in compressed-tensors' format with our extension `weight_offset`. Opens no device."""
-import argparse, collections, json, os, pathlib, tempfile
+import collections, json, os, pathlib, tempfile
 from collections.abc import Iterator
 
 import numpy as np
@@ -86,12 +86,7 @@ def convert(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
   return folder
 
 
-def main(argv: list[str]) -> int:
+def main(args: JsonObject) -> int:
   """Run `tinyvllm convert` and return 0. Raises InputError as `convert` does."""
-  parser = argparse.ArgumentParser(prog="tinyvllm convert", description="Convert a GGUF file to a model "
-                                   "folder. Quantized weights stay quantized.", allow_abbrev=False)
-  parser.add_argument("file", type=pathlib.Path, help="GGUF file to read")
-  parser.add_argument("folder", type=pathlib.Path, help="Folder to write, new or empty")
-  args = parser.parse_args(argv)
-  print(convert(args.file.expanduser(), args.folder.expanduser()))
+  print(convert(args["file"].expanduser(), args["folder"].expanduser()))
   return 0

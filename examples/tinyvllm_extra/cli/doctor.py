@@ -1,7 +1,7 @@
 """`tinyvllm doctor`: test each tinygrad backend on this machine; report which one the engine uses and why, and which
 models fit. Each backend runs in its own process, since a driver may hang or crash. The bandwidth test runs the
 engine's matmul, so that it predicts the engine's speed."""
-import argparse, importlib.metadata, json, math, os, pathlib, platform, re, shlex, shutil, signal, statistics
+import importlib.metadata, json, math, os, pathlib, platform, re, shlex, shutil, signal, statistics
 import subprocess, sys, time
 from typing import Any
 
@@ -161,20 +161,13 @@ def read_model(path: pathlib.Path) -> tuple[JsonObject, JsonObject]:
   return hf | {"quantization_config": {"bits": 4 if bits < 6 else 8}}, description
 
 
-def main(argv: list[str]) -> int:
+def main(args: JsonObject) -> int:
   """Run `tinyvllm doctor`. Return the exit code: 0, or 1 if no backend opens. Raises InputError for a bad option."""
-  parser = argparse.ArgumentParser(prog="tinyvllm doctor", allow_abbrev=False,
-                                   description="Test this machine's devices.")
-  parser.add_argument("--model", help="Also check if this model folder or GGUF file fits (default: none)")
-  parser.add_argument("--seconds", type=float, default=1.0, help="Seconds per bandwidth test (default: 1)")
-  parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto",
-                      help="KV cache dtype to report capacity for (default: auto)")
-  parser.add_argument("--json", action="store_true", help="Print the report as JSON (default: text)")
-  args = parser.parse_args(argv)
-  config.check(0 < args.seconds <= 60, f"seconds={args.seconds} must be above 0 and at most 60")
+  seconds, model = args["seconds"], args.get("model")
+  config.check(0 < seconds <= 60, f"seconds={seconds} must be above 0 and at most 60")
   models = config.read_json(pathlib.Path(__file__).parent / "shapes.json")
   description: JsonObject = {}
-  if args.model: models[args.model], description = read_model(pathlib.Path(args.model).expanduser())
-  report = make_report(args.seconds, models, args.kv_cache_dtype) | description
-  print(json.dumps(report, indent=2) if args.json else "\n".join(line[:120] for line in format_report(report)))
+  if model: models[model], description = read_model(pathlib.Path(model).expanduser())
+  report = make_report(seconds, models, args["kv_cache_dtype"]) | description
+  print(json.dumps(report, indent=2) if args["json"] else "\n".join(line[:120] for line in format_report(report)))
   return 0 if any(row["opens"] for row in report["backends"]) else 1

@@ -1,31 +1,23 @@
-"""The command line: a flag for each field of the option classes, in groups; vLLM's flags; the log level."""
-import argparse, dataclasses, functools, json, re
+"""Flags of the command line: one for each field of the option classes, in groups; vLLM's flags; environment variables.
+Imports neither tinygrad nor numpy, so that --help is fast."""
+import argparse, dataclasses, difflib, functools, json, os, re
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, NoReturn, get_args, get_origin
 
 from tinyvllm.config import JsonObject, logger
 from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.vllm_options import NO_EFFECT, TABLE
 
-from .vllm_flags import expand, parse_value, read_config
+from .vllm_flags import expand, parse_value, read_config, to_words
 
-# Groups of --help; flags after the bar are rare: only --help-all shows them
-GROUPS = {
-  "Model": """dtype quantization tensor_parallel_size | enforce_eager cudagraph_capture_sizes chat_template
-    default_chat_template_kwargs revision download_dir max_logprobs runner""",
-  "Memory": """max_model_len gpu_memory_utilization kv_cache_dtype enable_prefix_caching | block_size
-    num_gpu_blocks_override prefix_cache_file""",
-  "Scheduling": "max_num_seqs max_num_batched_tokens | scheduling_policy max_queue",
-  "Decoding": """max_tokens temperature top_k top_p seed stop speculative_config | generation_config
-    override_generation_config min_p stop_token_ids include_stop_str_in_output ignore_eos skip_special_tokens
-    min_tokens repetition_penalty presence_penalty frequency_penalty logit_bias allowed_token_ids bad_words logprobs
-    prompt_logprobs structured_outputs""",
-  "Server": """host port api_key served_model_name | request_timeout shutdown_timeout max_body_size stream_interval
-    allowed_origins strict_fields trust_request_chat_template reasoning_parser tool_call_parser root_path uds
-    ssl_certfile ssl_keyfile ssl_ca_certs ssl_cert_reqs ssl_ciphers disable_uvicorn_access_log
-    disable_access_log_for_endpoints"""}
-
-
+# Flags of --help by group; only --help-all shows the others
+GROUPS = {"Model": "dtype quantization tensor_parallel_size",
+          "Memory": "max_model_len gpu_memory_utilization kv_cache_dtype enable_prefix_caching",
+          "Scheduling": "max_num_seqs max_num_batched_tokens",
+          "Decoding": "max_tokens temperature top_k top_p seed stop speculative_config",
+          "Server": "host port api_key served_model_name"}
+SHORT = {"model": ["-m"], "max_model_len": ["-c"], "max_tokens": ["-n"], "prompt": ["-p"]}   # llama.cpp's letters
+SWITCH = {"1": True, "true": True, "0": False, "false": False}   # values of a bool's environment variable
 UNITS = {unit: base**i for base, units in ((1000, "kmgt"), (1024, "KMGT")) for i, unit in enumerate(units, 1)}
 
 
@@ -56,11 +48,39 @@ def help_of(field: dataclasses.Field) -> str:
   return (text if "(default: " in text else f"{text} (default: {default})").replace("%", "%%")
 
 
-class HelpFormatter(argparse.HelpFormatter):
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
   """Help in two columns. The two flags of a bool are shown as --[no-]NAME, a long list of choices in part."""
   def _format_action_invocation(self, action: argparse.Action) -> str:
     text = re.sub(r"--(\S+), --no-\1", r"--[no-]\1", super()._format_action_invocation(action))
+    text = re.sub(r"^(-\w) \S+,", r"\1,", text)   # Python 3.13 shows the value once, too
     return text if len(text) <= 78 else f"{text[:text.rindex(',', 0, 73)]},...}}"
+
+
+class CommandParser(argparse.ArgumentParser):
+  """Refuses abbreviated flags, and suggests the nearest name for an unknown flag or command."""
+  def __init__(self, **options: Any):
+    form = functools.partial(HelpFormatter, max_help_position=32)
+    super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=form, **options)
+    self.commands: dict[str, CommandParser] = {}      # empty in the parser of a command
+    self.words: list[str] = []                        # names of optional words, such as "model"
+    self.variables: dict[str, argparse.Action] = {}   # flags that an environment variable may set, by name
+    self.source = ""                                  # start of error messages
+
+  def add_variable(self, name: str, text: str, group: argparse._ActionsContainer | None = None, **form: Any) -> None:
+    """Add a flag that the environment variable TINYVLLM_<NAME> may set, too."""
+    self.variables[name] = (group or self).add_argument(*SHORT.get(name, ()), flag_of(name), help=text, **form)
+
+  def parse_options(self, source: str, words: list[str]) -> JsonObject:
+    """Parse options of a variable or a file. source: start of error messages."""
+    self.source = f"{source}: "
+    return vars(self.parse_args(words))
+
+  def error(self, message: str) -> NoReturn:
+    word = re.search(r"(?:unrecognized arguments: |invalid choice: ')([\w-]+)", message)
+    names = [*self._option_string_actions, *(name for action in self._actions for name in action.choices or ())]
+    close = difflib.get_close_matches(word[1], names, 1) if word else []
+    if close: message = f"{message.partition(' (choose')[0]}: did you mean {close[0]}?"
+    super().error(self.source + message)
 
 
 class HelpAll(argparse.Action):
@@ -71,25 +91,27 @@ class HelpAll(argparse.Action):
     parser.exit()
 
 
-def add_flags(command: argparse.ArgumentParser, *option_classes: Any) -> None:
-  """Add `--model`, a flag for each field of the option dataclasses in its group of GROUPS, or else in "Other",
-  `--log-level`, `--help-all`, and vLLM's flags without effect."""
-  texts: dict[argparse.Action, str] = {}
-  def add(group: argparse._ActionsContainer, name: str, text: str, is_rare: bool, **form: Any) -> None:
-    texts[group.add_argument(flag_of(name), help=argparse.SUPPRESS if is_rare else text, **form)] = text
-  command.formatter_class = functools.partial(HelpFormatter, max_help_position=32)
-  command.allow_abbrev = False   # `--config x` would set --config-format
+def add_flags(command: CommandParser, words: str, *option_classes: Any) -> None:
+  """Add `words`, such as "[MODEL]", which are all optional, and flags: `--model`, one for each field of the option
+  dataclasses, `--config`, `--log-level`, `--help-all`, and vLLM's without effect."""
+  texts: dict[argparse.Action, str] = {}   # help of rare flags
+  command.words = re.findall(r"\w+", words.lower())
+  command.add_argument("words", nargs="*", help=argparse.SUPPRESS)
   command.add_argument("--help-all", action=HelpAll, const=texts, nargs=0, help="Show rare flags, too, and exit")
-  add(command, "log_level", "Lowest level to log (default: info)", True, choices=["debug", "info", "warning", "error"])
+  command.add_variable("config", "YAML file with options (default: none)", metavar="FILE")
   fields = {field.name: field for x in reversed(option_classes) for field in dataclasses.fields(x)}
-  fields.pop("n", None)   # a terminal shows one sample
-  other = " ".join(name for name in fields if name not in " ".join(GROUPS.values()).split())
-  for title, names in {**GROUPS, "Other": other}.items():
+  for title, names in GROUPS.items():
     group = command.add_argument_group(title)
-    if title == "Model": add(group, "model", "Folder, GGUF file or ORG/NAME[:TYPE] (default: bundled)", False)
-    rare = names.partition("|")[2].split()
+    if title == "Model":
+      command.add_variable("model", "Path or ORG/NAME[:TYPE] (default: bundled)", group, metavar="STR")
     for name in [name for name in names.split() if name in fields]:
-      add(group, name, help_of(fields[name]), name in rare, **parsing_of(fields[name]))
+      command.add_variable(name, help_of(fields[name]), group, **parsing_of(fields[name]))
+  for option_class in option_classes:
+    group = command.add_argument_group(f"Rare flags of {option_class.__name__}")
+    for field in [x for x in dataclasses.fields(option_class) if x.name not in (*command.variables, "n")]:   # n: 1 here
+      texts[group.add_argument(flag_of(field.name), help=argparse.SUPPRESS, **parsing_of(field))] = help_of(field)
+  log_level = group.add_argument("--log-level", help=argparse.SUPPRESS, choices=["debug", "info", "warning", "error"])
+  texts[log_level] = "Lowest level to log (default: info)"
   for name, values in NO_EFFECT.items():
     form: JsonObject = {"type": parse_value, **({"nargs": "+"} if name in TABLE["lists"] else {})}
     if values and isinstance(values[0], bool): form = {"action": argparse.BooleanOptionalAction}
@@ -99,11 +121,24 @@ def add_flags(command: argparse.ArgumentParser, *option_classes: Any) -> None:
 def flag_of(name: str) -> str: return "--" + name.replace("_", "-")
 
 
-def parse_flags(parser: argparse.ArgumentParser, argv: list[str]) -> JsonObject:
-  """Parse a command line in vLLM's syntax, and set the log level. The options of `--config FILE` apply unless the
-  command line has them."""
-  args = vars(parser.parse_args(expand(argv)))
-  if "config" in args: args = {**vars(parser.parse_args(read_config(args.pop("config")))), **args}
+def parse_flags(parser: CommandParser, argv: list[str]) -> JsonObject:
+  """Parse a command line in vLLM's syntax, and set the log level. The command line wins over environment variables, and
+  these win over `--config FILE`. The result's "variables" has the variable of each option that one sets."""
+  if argv[0] not in parser.commands: parser.parse_args(argv)   # exits
+  command = parser.commands.get(argv[0]) or parser.error("a COMMAND is required")
+  args = vars(command.parse_intermixed_args(expand(argv[1:])))
+  words = args.pop("words", [])
+  names = [name for name in command.words if name not in args]
+  if words[len(names):]: command.error(f"unrecognized arguments: {' '.join(words[len(names):])}")
+  args |= {"command": argv[0], "variables": {}, **dict(zip(names, words, strict=False))}
+  for name, action in command.variables.items():
+    variable = f"TINYVLLM_{name.upper()}"
+    text = os.environ.get(variable)
+    if not text or name in args: continue
+    value = SWITCH.get(text, text) if isinstance(action, argparse.BooleanOptionalAction) else text
+    args |= command.parse_options(f"{variable}={text!r}", to_words({name: value}))
+    args["variables"][name] = variable
+  if "config" in args: args = {**command.parse_options("--config", read_config(args["config"])), **args}
   if "log_level" in args: logger.setLevel(args["log_level"].upper())
   return args
 

@@ -1,5 +1,5 @@
-"""`tinyvllm serve`: its flags, and the checks before the server listens."""
-import argparse, os, pathlib, signal, socket
+"""`tinyvllm serve`: the checks before the server listens."""
+import os, pathlib, signal, socket
 
 from tinyvllm.config import InputError, JsonObject, check
 from tinyvllm_extra.formats import hub
@@ -9,7 +9,7 @@ from tinyvllm_extra.options import LLMConfig, setup_logging
 from tinyvllm_extra.serving.app import Server, ServerConfig
 from tinyvllm_extra.vllm_options import read_options
 
-from .flags import add_flags, parse_flags, select_options
+from .flags import select_options
 
 
 def check_address(host: str, port: int, uds: str | None) -> None:
@@ -31,23 +31,17 @@ def check_model(model: str, options: JsonObject) -> pathlib.Path:
   return path
 
 
-def parse(argv: list[str]) -> tuple[str | None, JsonObject, ServerConfig]:
+def read_arguments(args: JsonObject) -> tuple[str | None, JsonObject, ServerConfig]:
   """Return the model folder, the options of LLM and the server's options. Raises InputError for an invalid option."""
-  parser = argparse.ArgumentParser(usage="tinyvllm serve [MODEL] [options]", argument_default=argparse.SUPPRESS,
-                                   description="Serve the OpenAI API over HTTP.")
-  parser.add_argument("model", nargs="?", help=argparse.SUPPRESS)
-  parser.add_argument("--config", help=argparse.SUPPRESS)
-  add_flags(parser, LLMConfig, ServerConfig)
-  args = parse_flags(parser, argv)
   engine = select_options(args, LLMConfig)
   read_options(engine, args.get("model"))
   engine.pop("tokenizer", None)   # names the model
   return args.get("model"), engine, ServerConfig(**select_options(args, ServerConfig))
 
 
-def main(argv: list[str]) -> int:
+def main(args: JsonObject) -> int:
   """Run `tinyvllm serve` and return the exit code. Raises any exception that loading the model raised."""
-  folder, engine_options, config = parse(argv)
+  folder, engine_options, config = read_arguments(args)
   setup_logging(is_server=True)
   if folder: check_model(folder, engine_options)   # before listening
   check_address(config.host, config.port, config.uds)

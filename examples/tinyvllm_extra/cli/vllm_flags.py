@@ -40,6 +40,11 @@ def read_config(path: str) -> list[str]:
   try: content = yaml.safe_load(pathlib.Path(path).expanduser().read_text())
   except (OSError, yaml.YAMLError) as error: raise InputError(f"config={path!r} cannot be read: {error}") from error
   check(isinstance(content, dict), f"config={path!r} must hold lines `option: value`")
+  return to_words(content)
+
+
+def to_words(content: JsonObject) -> list[str]:
+  """Return options as a command line."""
   words: list[str] = []
   for name, value in content.items():
     flag = f"--{name}".replace("_", "-")

@@ -1,7 +1,7 @@
 """Finds a model on disk, or downloads it from the Hugging Face hub into the hub's cache. A path that exists is never
 looked up on the hub."""
-import contextlib, glob, importlib, os, pathlib, re, shutil, types
-from collections.abc import Iterator
+import contextlib, dataclasses, difflib, glob, importlib, os, pathlib, re, shutil, types
+from collections.abc import Collection, Iterator
 
 from tinygrad.helpers import size_to_str
 
@@ -57,6 +57,42 @@ def local_path(model: str | pathlib.Path, config: LLMConfig = LLMConfig()) -> pa
     hub.snapshot_download(name, revision=repository.commit, cache_dir=repository.cache,   # small files, and links
                           allow_patterns=[*map(glob.escape, files)])
     return repository.folder / files[0] if ENDING.search(files[0]) else repository.folder
+
+
+class Cache:
+  """The hub's cache. models: huggingface_hub's CachedRepoInfo by name."""
+  def __init__(self, download_dir: str | None = None):
+    hub = optional("huggingface_hub", "hf", "the cache of models")
+    importlib.import_module("huggingface_hub.constants")
+    folder = pathlib.Path(download_dir or hub.constants.HF_HUB_CACHE).expanduser()
+    check(folder.is_dir() or not download_dir, f"download_dir={download_dir!r} is not a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    self.content = hub.scan_cache_dir(folder)
+    repos = sorted(self.content.repos, key=lambda repo: repo.repo_id)
+    self.models = {repo.repo_id: repo for repo in repos if repo.repo_type == "model"}
+
+  def rows(self) -> list[tuple[str, str, str, str]]:
+    """Return the name, size, format of the files and last use of each model."""
+    files = {name: {file.file_name for revision in repo.revisions for file in revision.files}
+             for name, repo in self.models.items()}
+    return [(name, size_to_str(repo.size_on_disk), ", ".join(formats_of(files[name])), repo.last_accessed_str)
+            for name, repo in self.models.items()]
+
+  def delete(self, name: str) -> str:
+    """Delete a model, and return the freed size. Raises InputError for a name that is not in the cache."""
+    close = difflib.get_close_matches(name, self.models, 1, 0.5)
+    check(name in self.models, f"model={name!r} is not in the cache: "
+          f"{f'did you mean {close[0]}?' if close else 'see tinyvllm list'}")
+    content = dataclasses.replace(self.content, repos=frozenset([self.models[name]]))   # copies have equal hashes
+    strategy = content.delete_revisions(*(revision.commit_hash for revision in self.models[name].revisions))
+    strategy.execute()
+    return size_to_str(strategy.expected_freed_size)
+
+
+def formats_of(files: Collection[str]) -> list[str]:
+  """Return "safetensors", and the types of GGUF files, as in NAME:TYPE."""
+  types = {re.split("[-./]", ENDING.sub("", file))[-1] for file in files if ENDING.search(file)}
+  return [*(["safetensors"] if any(file.endswith(".safetensors") for file in files) else []), *sorted(types)]
 
 
 @contextlib.contextmanager
