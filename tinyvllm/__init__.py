@@ -9,7 +9,7 @@ if TYPE_CHECKING: from tinyvllm_extra.vllm_names import *
 __version__ = "0.1.0"
 __all__ = ["LLM", "LLMEngine", "SamplingParams", "Backend", "CompletionOutput", "InputError", "Parts", "RequestOutput",
            "AsyncLLM", "BeamSearchParams", "Logprob", "RequestMetrics", "StructuredOutputsParams", "TextPrompt",
-           "TokensPrompt", "generate", "generate_stream"]
+           "TokensPrompt", "PoolingParams", "PoolingRequestOutput", "generate", "generate_stream"]
 
 
 def extension(name: str) -> Any:
@@ -18,17 +18,22 @@ def extension(name: str) -> Any:
   raise ImportError(f"{name} is part of the package tinyvllm_extra, which is not importable: pip install tinyvllm")
 
 
-def __getattr__(name: str) -> Any:
-  """Import a public name when it is first used: tinygrad and numpy take a while. With the extension, LLM is its class,
-  else the core's Engine."""
-  if name not in __all__: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  if importlib.util.find_spec("tinyvllm_extra"): return getattr(extension("vllm_names"), name)
-  core_name = "Engine" if name in ("LLM", "LLMEngine") else name
-  return getattr(importlib.import_module("tinyvllm.engine"), core_name, None) or extension(name)   # raises ImportError
+if not TYPE_CHECKING:   # or type checkers would accept every name
+  def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: tinygrad and numpy take a while. Without the extension, LLM is the
+    core's Engine. Raises ImportError for a name that only the extension has."""
+    if name not in __all__: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if importlib.util.find_spec("tinyvllm_extra"): return getattr(extension("vllm_names"), name)
+    core_name = "Engine" if name in ("LLM", "LLMEngine") else name
+    return getattr(importlib.import_module("tinyvllm.engine"), core_name, None) or extension(name)
 
 
-@functools.cache
-def shared_llm(model: str | pathlib.Path | None) -> "LLM": return __getattr__("LLM")(model)   # one for each model
+# For help(). The core alone cannot import all names
+def __dir__() -> list[str]: return __all__ if importlib.util.find_spec("tinyvllm_extra") else [*globals()]
+
+
+# One LLM for each model
+shared_llm = functools.cache(lambda model: importlib.import_module(__name__).LLM(model))
 
 
 def generate(prompt: str, model: str | pathlib.Path | None = None, **sampling: Any) -> str:
@@ -39,6 +44,6 @@ def generate(prompt: str, model: str | pathlib.Path | None = None, **sampling: A
 def generate_stream(prompt: str, model: str | pathlib.Path | None = None, **sampling: Any) -> Iterator[str]:
   """Like `generate`, but yield pieces of text as tokens are generated."""
   from .backend import exclusive
-  with exclusive: llm = shared_llm(model)   # concurrent first calls get one engine
+  with exclusive: llm = shared_llm(model and str(model))   # concurrent first calls get one engine
   outputs = llm.generate_stream(prompt, llm.parts.params_class(**{"temperature": 0.0, **sampling}))
   return (output.outputs[0].text for output in outputs if output.outputs[0].text)

@@ -52,7 +52,7 @@ def has_type(value: object, kind: Any) -> bool:
 class Options:
   """A frozen dataclass that refuses unknown names, wrong types and values beyond an option's limits with InputError."""
   def __new__(cls, *args: object, **kwargs: object) -> typing.Self:
-    names = cls.__match_args__   # the dataclass fields, also for initialization only
+    names = cls.__dataclass_fields__   # also of those for initialization only
     more = "; tinyvllm_extra has more" if cls.__module__.startswith("tinyvllm.") else ""
     for x in kwargs: check(x in names, f"{cls.__name__} has no field {x!r}; it has {', '.join(names)}{more}")
     return super().__new__(cls)
@@ -70,7 +70,7 @@ class Options:
       check(is_within, f"{text} be between {low} and {high}", value)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig(Options):
   """Engine options, under vLLM's names."""
   dtype: str = option("auto", "Activation dtype; auto: float32 on a CPU, else float16", choices=DTYPES)

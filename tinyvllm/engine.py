@@ -138,7 +138,7 @@ class Engine(LoadedModel):
     """Check a request and return it for `add`. prompt: see `encode`. Lower priorities run first. May be called from any
     thread. Raises InputError for a request that can never run."""
     params = params or self.parts.params_class()
-    check(isinstance(params, SamplingParams), f"sampling_params={params!r} must be SamplingParams")
+    check(isinstance(params, SamplingParams), f"sampling_params={params!r} must be SamplingParams(...)")
     text, ids = self.encode(prompt)
     check_ids("prompt_token_ids", ids, self.model_config.vocab_size)
     check_ids("stop_token_ids", params.stop_token_ids, self.model_config.vocab_size)
@@ -160,8 +160,8 @@ class Engine(LoadedModel):
     match [*prompt.items()] if isinstance(prompt, dict) else [("prompt", prompt)]:
       case [("prompt", str(text))] if text: return text, self.tokenizer.encode(text)
       case [("prompt_token_ids", list(ids))] if ids: return None, ids
-    raise InputError(f"prompt={prompt!r} must be a str, or a dict of prompt, prompt_token_ids or (with tinyvllm_extra) "
-                     "messages, not empty")
+    raise InputError(f"prompt={prompt!r} must be a str, {{'prompt': str}}, {{'prompt_token_ids': [int]}} or (with "
+                     "tinyvllm_extra) {'messages': [...]}, not empty")
 
   def add(self, request: Request) -> None:
     with self.driving():

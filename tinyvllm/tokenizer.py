@@ -40,8 +40,7 @@ def find_stop(text: str, start: int, stop: list[str]) -> tuple[int, str] | None:
 
 def num_held_back(text: str, stop: list[str]) -> int:
   """Return how many characters at the end of `text` could become a stop string."""
-  lengths = [n for s in stop for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])]
-  return max(lengths, default=0)
+  return max((n for s in stop for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])), default=0)
 
 
 # The delivered part of a sequence; num_tokens includes the prompt

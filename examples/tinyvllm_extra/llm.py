@@ -1,10 +1,10 @@
 """`tinyvllm.LLM`: the core's Engine with the extension's parts, options and methods."""
-import dataclasses, functools, hashlib, pathlib, time, types
+import contextlib, dataclasses, functools, hashlib, pathlib, time, types
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinyvllm.backend import Backend, Devices, exclusive
-from tinyvllm.config import JsonObject, check, logger, read_json
+from tinyvllm.config import InputError, JsonObject, check, logger, option, read_json
 from tinyvllm.engine import Engine, Params, Parts, Prompt, Request
 from tinyvllm.request import RequestOutput
 
@@ -12,9 +12,9 @@ from . import engine_metrics, kernels
 from .cache import prefix_cache
 from .formats import hub
 from .formats.checkpoints import open_checkpoint
-from .kernels import graphs, parallel
+from .kernels import drivers, graphs, parallel
 from .models import Embedder, find_model
-from .options import SAMPLING_DEFAULTS, LLMConfig, check_no_lora, setup_logging
+from .options import SAMPLING_DEFAULTS, LLMConfig, check_no_lora, document, setup_logging, takes
 from .pooling import embeddings
 from .sampling import beam_search, logits, speculation
 from .sampling.params import SamplingParams
@@ -23,8 +23,21 @@ from .text.huggingface import ChatTokenizer
 from .vllm_options import NO_EFFECT, read_options
 
 
-class LLM(Engine):
-  """An engine with all features. LLMConfig lists its options."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LLMArguments(LLMConfig):
+  """The parameters of LLM. model: a folder, a GGUF file, or ORG/NAME on the Hugging Face hub; None: the bundled model.
+  vLLM's options without effect here are accepted, too, but type checkers report them.
+
+  Raises InputError for unsupported files or options, RuntimeError without a device or a compiler."""
+  model: str | pathlib.Path | None = dataclasses.field(default=None, kw_only=False)
+  backend: Backend | None = option(None, "Kernels (default: the fastest ones for the device)")
+
+
+for _options in (SamplingParams, beam_search.BeamSearchParams, embeddings.PoolingParams): document(_options)
+
+
+class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
+  """An engine with all features. `with LLM(...) as llm:` calls `shutdown` at the end."""
   parts = Parts(
     config_class=LLMConfig, make_backend=lambda: kernels.make_backend(),
     open_devices=lambda config: parallel.open_devices(config) if config.tensor_parallel_size > 1 else Devices(),
@@ -42,8 +55,9 @@ class LLM(Engine):
   score = embeddings.score
   llm_engine = property(lambda self: self)   # vLLM's attribute
 
+  @takes(LLMArguments)
   def __init__(self, model: str | pathlib.Path | None = None, *, backend: Backend | None = None, **options: object):
-    """Like Engine's. model: also a name on the Hugging Face hub; see hub.local_path."""
+    LLMArguments(model=model, backend=backend)   # checks the types
     setup_logging()
     config = read_options(options, model)
     ignored = ", ".join(f"{name}={options[name]!r}" for name in sorted(options.keys() & NO_EFFECT.keys()))
@@ -54,6 +68,7 @@ class LLM(Engine):
     check(config.kv_cache_dtype == "auto" or has_layouts,
           f"kv_cache_dtype={config.kv_cache_dtype!r} must be 'auto': the core's Backend has no other one")
     super().__init__(path, backend=backend, **vars(config))
+    self.devices = self.runner.model.devices.names
     self.is_embedder = isinstance(self.runner.model, Embedder)
     check(not (self.is_embedder and self.proposer), "speculative_config must be None for an embedding model")
     # Else `encode` leaves out tokenizer.json's end token, whose hidden state is the embedding
@@ -66,6 +81,23 @@ class LLM(Engine):
     ends = {*self.model_config.eos_token_ids, *filter(None, [self.tokenizer.eos_token_id])}
     self.model_config = dataclasses.replace(self.model_config, eos_token_ids=tuple(sorted(ends)))
     if config.cudagraph_capture_sizes: [*self.capture(config.cudagraph_capture_sizes)]
+
+  def __repr__(self) -> str:
+    return f"LLM({self.path.name}: {self.config.dtype} on {'+'.join(self.devices)}, max_model_len={self.max_model_len})"
+
+  def __exit__(self, *error: object) -> None: self.shutdown()
+
+  def shutdown(self) -> None:
+    """Give the memory of weights, KV cache and graphs back to the system, and abort unfinished requests. Later requests
+    raise InputError; a second shutdown does nothing. Raises RuntimeError if another thread is using the engine."""
+    with self.driving():
+      for request_id in [*self.requests]: self.abort_request(request_id)
+      self._in_flight = self.proposer = None
+      for name in ("runner", "runners", "backend"): vars(self).pop(name, None)
+    with exclusive: drivers.free_unused_buffers(self.devices)
+
+  def refuse(self) -> None: raise InputError(f"{self!r} was shut down: create a new one")
+  if not TYPE_CHECKING: runner = functools.cached_property(refuse)   # after `shutdown` has deleted the attribute
 
   def make_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> Request:
     params = params or self.get_default_sampling_params()
@@ -94,8 +126,7 @@ class LLM(Engine):
 
   def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
     """Like Engine's. prompt: also {"messages": [{"role", "content"}], "template": {options of the chat template}}."""
-    if isinstance(prompt, dict) and isinstance(prompt.get("messages"), list):
-      return conversations.encode(self.tokenizer, **prompt)
+    if isinstance(prompt, dict) and "messages" in prompt: return conversations.encode(self.tokenizer, **prompt)
     return super().encode(prompt)
 
   def add_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> None:
@@ -122,8 +153,7 @@ class LLM(Engine):
     started = time.perf_counter()
     requests = super().advance(only)
     seconds: Any = time.perf_counter() - started
-    num_finished = sum(request.finished for request in requests)
-    self.scheduler.counters.update(steps=1, requests_finished=num_finished, seconds=seconds)
+    self.scheduler.counters.update(steps=1, requests_finished=sum(x.finished for x in requests), seconds=seconds)
     return requests
 
   def generate(self, prompts: Prompt | list[Prompt] | tuple[Prompt, ...],
@@ -142,7 +172,7 @@ class LLM(Engine):
            **template: object) -> list[RequestOutput]:
     """Answer a conversation, a list of {"role": ..., "content": ...}, or a list of them, with the chat template.
     template, chat_template_kwargs: options of ChatTokenizer.apply_chat_template."""
-    chats = messages if messages and isinstance(messages[0], list) else [messages]
+    chats = messages if isinstance(messages, list) and messages and isinstance(messages[0], list) else [messages]
     options = template | (chat_template_kwargs or {})
     return self.generate([{"messages": chat, "template": options} for chat in chats], sampling_params, use_tqdm)
 

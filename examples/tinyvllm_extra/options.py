@@ -1,14 +1,32 @@
 """Options of `tinyvllm.LLM` that only the extension understands, under vLLM's names."""
-import dataclasses, logging, warnings
+import dataclasses, functools, inspect, logging, warnings
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec
 
-from tinyvllm.config import EngineConfig, JsonObject, check, logger, option
+from tinyvllm.config import EngineConfig, JsonObject, Options, check, logger, option
 from tinyvllm.request import SAMPLING_FIELDS
 
 FORMATS = ("int8", "int4", "awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "squeezellm", "gguf", "mxfp4")
 SAMPLING_DEFAULTS = (*SAMPLING_FIELDS, "repetition_penalty")   # fields that generation_config.json sets
+P = ParamSpec("P")
 
 
-@dataclasses.dataclass(frozen=True)
+def document(options: Callable[..., Options]) -> None:
+  """Add the type, default and help text of each field to the docstring of a class of options."""
+  parameters = inspect.signature(options).parameters.values()
+  lines = [f"{x.replace(annotation=getattr(x.annotation, 'type', x.annotation))}\n"   # of an InitVar: its type
+           f"    {vars(options)['__dataclass_fields__'][x.name].metadata.get('help', '')}".rstrip() for x in parameters]
+  options.__doc__ = "\n".join([inspect.cleandoc(options.__doc__ or ""), "", *lines])
+
+
+def takes(options: Callable[P, Options]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+  """Give an __init__ the parameters and the documentation of a class of options, for type checkers and help()."""
+  document(options)
+  vars(options)["__init__"].__doc__ = options.__doc__
+  return functools.wraps(vars(options)["__init__"], assigned=("__doc__",), updated=())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LLMConfig(EngineConfig):
   """The options of LLM: the core's and the extension's."""
   quantization: str | None = option(None, "int8, int4: quantize; others: verify (default: none)", choices=FORMATS)

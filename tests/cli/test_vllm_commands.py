@@ -93,7 +93,7 @@ def test_ignored_options_are_logged_in_one_line(caplog):
 
 
 def test_options_are_disjoint():
-  assert not NO_EFFECT.keys() & {*LLMConfig.__match_args__}
+  assert not NO_EFFECT.keys() & {*LLMConfig.__dataclass_fields__}
 
 
 @pytest.mark.parametrize("case", COMMANDS["config"])

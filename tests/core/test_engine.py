@@ -150,7 +150,7 @@ def test_concurrent_first_calls_of_generate_share_one_engine(folder, monkeypatch
   monkeypatch.setattr("tinyvllm.shared_llm", functools.cache(load_slowly))
   with ThreadPoolExecutor(3) as pool: calls = [pool.submit(tinyvllm.generate_stream, "Hello", folder) for _ in range(3)]
   for call in calls: call.result()
-  assert tinyvllm.generate("the cat", folder, max_tokens=3, ignore_eos=True) and folders == [folder]
+  assert tinyvllm.generate("the cat", folder, max_tokens=3, ignore_eos=True) and folders == [str(folder)]
 
 
 def test_generate_request_ids_differ_from_user_ids(folder):

@@ -157,7 +157,7 @@ def test_public_names_exist():
 
 def top_level_names(module: str) -> set[str]:
   names = set()
-  for node in parse(module).body:
+  for node in [x for part in parse(module).body for x in (part.body if isinstance(part, ast.If) else [part])]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef): names.add(node.name)
     names |= {target.id for target in assigned_targets(node) if isinstance(target, ast.Name)}
     if isinstance(node, ast.Import | ast.ImportFrom): names |= {alias.asname or alias.name for alias in node.names}

@@ -1,4 +1,5 @@
 """Processes that start an engine: the folder of kernels, the log, Ctrl-C during captures, a server that gets ready."""
+import os
 import re
 import signal
 import sys
@@ -55,6 +56,22 @@ def test_script_without_logging_setup_gets_log_on_stderr():
   assert loud.stderr.startswith("loaded default_model") and quiet.stderr == ""
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's /proc")
+def test_shutdown_gives_memory_back(tmp_path):
+  """The first two engines allocate what the process keeps, such as the compiler and caches of tinygrad."""
+  path = tiny_model(tmp_path, hidden_size=512, intermediate_size=8192, num_hidden_layers=1)
+  code = """
+import pathlib, sys, tinyvllm
+for i in range(3):
+  with tinyvllm.LLM(sys.argv[1], max_num_seqs=1) as llm:
+    llm.generate("a", tinyvllm.SamplingParams(max_tokens=2))
+    print(pathlib.Path("/proc/self/statm").read_text().split()[1])
+  print(pathlib.Path("/proc/self/statm").read_text().split()[1])"""
+  *_, before, loaded, after = [int(x) * os.sysconf("SC_PAGE_SIZE") for x in run_python(code, path).stdout.split()]
+  size = (path / "model.safetensors").stat().st_size
+  assert loaded - before >= 0.8 * size and loaded - after >= 0.8 * size and after - before < 0.1 * size
+
+
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, pytest.param({"dtype": "float16"},
                                                                                marks=pytest.mark.slow)], ids=str)
 def test_core_alone_gives_same_ids_as_extension(tmp_path, options):
@@ -72,7 +89,7 @@ print(type(llm.runner.model.norm).__module__, output.outputs[0].token_ids)"""
   def run(options, *missing):
     script = code.replace("{options}", str({**ENGINE, **options}))
     return run_python(script, folder, *missing).stdout.split(maxsplit=1)
-  alone = {name: value for name, value in options.items() if name in EngineConfig.__match_args__}
+  alone = {name: value for name, value in options.items() if name in EngineConfig.__dataclass_fields__}
   modules, ids = zip(run(options), run(alone, "tinyvllm_extra"), strict=True)
   assert modules == ("tinyvllm_extra.kernels.matmul", "tinyvllm.backend") and ids[0] == ids[1] and len(ids[0]) > 60
 

@@ -1,6 +1,6 @@
 """Questions to the drivers of devices and to the kernel: how much memory a device or this process has, and whether an
 OpenCL device is a CPU. Reads the attributes of tinygrad's device objects."""
-import contextlib, ctypes, os, pathlib, re, resource
+import contextlib, ctypes, gc, os, pathlib, re, resource
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -78,10 +78,13 @@ def device_memory(name: str) -> MemoryReport:
 
 
 def free_unused_buffers(names: tuple[str, ...]) -> None:
-  """Give back the buffers that tinygrad keeps on these devices to use them again."""
+  """Give back the buffers that tinygrad keeps on these devices to use them again, when their steps have ended."""
+  gc.collect()
   for name in names:
+    Device[name].synchronize()
     allocator = Device[name].allocator
     if isinstance(allocator, LRUAllocator): allocator.free_cache()
+    vars(allocator).pop("chunk", None)   # of cpu.allocate: it keeps the newest one
 
 
 def amd_memory(device: Any) -> MemoryReport:

@@ -88,6 +88,7 @@ def beam_search(llm: Engine, prompts: Prompt | list[Prompt], params: BeamSearchP
   concurrency_limit has no effect: the engine queues the beams. Raises InputError before any prompt runs if one is
   invalid."""
   check_no_lora(lora_request)
+  check(isinstance(params, BeamSearchParams), f"params={params!r} must be BeamSearchParams(...)")
   jobs: list[Prompt] = [*prompts] if isinstance(prompts, list | tuple) else [prompts]
   num_logprobs = min(2 * params.beam_width, llm.model_config.vocab_size)   # up to half of them may be end tokens
   step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=num_logprobs)

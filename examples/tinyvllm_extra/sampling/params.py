@@ -38,14 +38,14 @@ class SamplingParams(request.SamplingParams):
   prompt_logprobs: int | None = option(None, "Log probabilities per prompt token (default: off)", min=-1, max=MAX_INT)
   structured_outputs: Any = option(None, 'Required format, as in {"regex": "[0-9]+"} (default: any)')
 
-  # vLLM's parameters that are neither flags nor request fields. detokenize=False: leave the text empty
-  best_of: dataclasses.InitVar[int | None] = None
-  detokenize: dataclasses.InitVar[bool] = True
-  truncate_prompt_tokens: dataclasses.InitVar[int | None] = None   # keep the last ones
-  guided_decoding: dataclasses.InitVar[Any] = None                 # former name of structured_outputs
-  spaces_between_special_tokens: dataclasses.InitVar[bool] = True  # no effect: the tokenizer adds none
-  logits_processors: dataclasses.InitVar[list | None] = None
-  extra_args: dataclasses.InitVar[dict | None] = None
+  # vLLM's parameters that are neither flags nor request fields
+  best_of: dataclasses.InitVar[int | None] = option(None, "Must be None or n")
+  detokenize: dataclasses.InitVar[bool] = option(True, "Return text; False: only token ids")
+  truncate_prompt_tokens: dataclasses.InitVar[int | None] = option(None, "Keep the prompt's last tokens (default: all)")
+  guided_decoding: dataclasses.InitVar[Any] = option(None, "Former name of structured_outputs")
+  spaces_between_special_tokens: dataclasses.InitVar[bool] = option(True, "No effect: the tokenizer adds none")
+  logits_processors: dataclasses.InitVar[list | None] = option(None, "Must be None: use logit_bias or bad_words")
+  extra_args: dataclasses.InitVar[dict | None] = option(None, "Must be None")
 
   def __post_init__(self, *init_values: Any) -> None:
     best_of, detokenize, limit, guided_decoding, _, logits_processors, extra_args = init_values

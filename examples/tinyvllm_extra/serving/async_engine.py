@@ -2,12 +2,13 @@
 reader receives its requests' output in order, and the end of each request exactly once."""
 import asyncio, collections, contextlib, functools, itertools, logging, pathlib, queue, threading, uuid, weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tinyvllm.config import check, logger
+from tinyvllm.config import logger, option
 from tinyvllm.engine import Params, Prompt, Request, RequestOutput
-from tinyvllm_extra.llm import LLM
-from tinyvllm_extra.options import LLMConfig
+from tinyvllm_extra.llm import LLM, LLMArguments
+from tinyvllm_extra.options import takes
 
 Delta = RequestOutput | Exception      # a request's new text and tokens, or the error that ended it
 IndexedOutput = tuple[int, RequestOutput]   # index of the request, its new text and tokens
@@ -115,18 +116,24 @@ class Driver:
       with contextlib.suppress(RuntimeError): loop.call_soon_threadsafe(lambda batch=batch: [call() for call in batch])
 
 
+@dataclass(frozen=True)
+class AsyncLLMArguments(LLMArguments):
+  """The parameters of AsyncLLM: LLM's, and its own. With `prepare`, cudagraph_capture_sizes=None means the device's."""
+  stream_interval: int = option(1, "Minimum number of new tokens per output", min=1, max=2**31)
+  prepare: bool = option(False, "Capture graphs before the first request, and of optional features when idle")
+  prefix_cache_file: str | None = option(None, "File to load and save the prefix cache (default: none)")
+
+
 class AsyncLLM:
   """An LLM for asyncio, with LLM's options. Its engine thread ends when this object is deleted.
 
-  stream_interval: minimum number of new tokens per output. prepare: before the first request, capture the graphs of
-  cudagraph_capture_sizes (default: the device's sizes), and graphs of optional features when idle; `state` reports the
-  progress. prefix_cache_file: read at startup if it is usable, written at shutdown. llm: the engine. Any thread may
-  call its `make_request` and `get_metrics`; only the engine thread may call its other methods."""
+  `state` reports the progress of `prepare`. llm: the engine. Any thread may call its `make_request` and `get_metrics`;
+  only the engine thread may call its other methods."""
+  @takes(AsyncLLMArguments)
   def __init__(self, model: str | pathlib.Path | None = None, stream_interval: int = 1, prepare: bool = False,
                prefix_cache_file: str | None = None, **options: Any):
-    check(type(stream_interval) is int and stream_interval > 0,
-          f"stream_interval={stream_interval!r} must be an int of at least 1")
-    sizes = LLMConfig(cudagraph_capture_sizes=options.pop("cudagraph_capture_sizes", None)).cudagraph_capture_sizes
+    sizes = options.pop("cudagraph_capture_sizes", None)
+    AsyncLLMArguments(model, stream_interval, prepare, prefix_cache_file, cudagraph_capture_sizes=sizes)   # checks them
     self.llm = LLM(model, **options)
     self.llm.tokenizer.limit_text(self.llm.max_model_len)
     if prefix_cache_file:
@@ -142,11 +149,12 @@ class AsyncLLM:
 
   def shutdown(self) -> None:
     """Stop the engine thread after the current step or capture: tinygrad cannot close a device during a capture.
-    Unfinished and later requests end with StepError."""
+    Unfinished and later requests end with StepError. Give the memory back to the system."""
     self._driver.captures = iter([""])
     self.save_prefix_cache()
     self._driver.inbox.put(self._driver.end_thread)
     self._thread.join()
+    self.llm.shutdown()
 
   def save_prefix_cache(self) -> None:
     """Write the prefix cache file, if one is set, after the current step; log a failure. Any thread or signal handler

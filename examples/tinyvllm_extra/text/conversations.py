@@ -34,7 +34,8 @@ def render_conversation(tokenizer: ChatTokenizer, messages: Messages, **options:
 def encode(tokenizer: ChatTokenizer, messages: Messages, template: JsonObject | None = None,
            **unknown: object) -> tuple[str, list[int]]:
   """Return a conversation's prompt text and token ids. template: options of ChatTokenizer.apply_chat_template."""
-  check(messages and not unknown, f"prompt: messages={messages!r} must not be empty, and only `template` may be added")
+  check(isinstance(messages, list) and messages, f"messages={messages!r} must be [{{'role': 'user', 'content': str}}]")
+  check(not unknown, f"prompt: {', '.join(unknown)}: only messages and template are allowed together")
   text = render_conversation(tokenizer, messages, **template or {})
   return text, tokenizer.encode(text, False)   # the template adds BOS
 

@@ -1,0 +1,71 @@
+"""The Python API as a user sees it: help(), signatures, type checkers, errors, and a shutdown."""
+import importlib.util
+import inspect
+import json
+import os
+import pydoc
+import re
+import subprocess
+import sys
+
+import pytest
+import tinyvllm
+from helpers.agents import DATA
+from helpers.engines import ENGINE
+from test_size import EXTENSION, PACKAGE
+
+from tinyvllm import LLM, AsyncLLM, InputError, SamplingParams
+from tinyvllm_extra.llm import LLMArguments
+from tinyvllm_extra.serving.async_engine import AsyncLLMArguments
+
+MISTAKES = json.loads((DATA / "api_mistakes.json").read_text())   # call -> its message
+
+
+def run(*command, **options):
+  paths = dict.fromkeys(("PYTHONPATH", "MYPYPATH"), f"{PACKAGE.parent}{os.pathsep}{EXTENSION.parent}")
+  return subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True, env={**os.environ, **paths},
+                        **options).stdout
+
+
+def test_help_lists_public_names_and_import_is_lazy():
+  modules = run("-c", "import sys, tinyvllm; assert dir(tinyvllm) == sorted(tinyvllm.__all__); print(*sys.modules)")
+  assert "tinyvllm" in modules.split() and not {"tinygrad", "numpy", "tinyvllm.engine"} & {*modules.split()}
+  text = pydoc.plain(pydoc.render_doc(tinyvllm))
+  assert not [name for name in tinyvllm.__all__ if not re.search(rf"\b{name}( = |\()", text)]
+
+
+@pytest.mark.parametrize("kind,options", [
+  (LLM, LLMArguments), (AsyncLLM, AsyncLLMArguments), (SamplingParams, SamplingParams)])
+def test_signature_and_help_have_every_option(kind, options):
+  parameters, text = inspect.signature(kind).parameters, f"{kind.__init__.__doc__}\n{kind.__doc__}\n"
+  assert parameters.keys() == options.__dataclass_fields__.keys()
+  for name, field in options.__dataclass_fields__.items():
+    help = re.escape("" if name == "model" else f"\n    {field.metadata['help']}")
+    assert re.search(rf"^{name}: [^=\n]+ = {re.escape(repr(field.default))}{help}$", text, re.M), name
+  assert kind is not LLM or "\nmax_model_len: int | None = None\n    Maximum prompt plus output tokens" in text
+
+
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])   # .ci/run outside installs pyright
+def test_type_checker_reports_wrong_lines_only(tmp_path, checker):
+  if not importlib.util.find_spec(checker): pytest.skip(f"{checker} is not installed")
+  program = (DATA / "typed_program.txt").read_text()
+  (tmp_path / "program.py").write_text(program)
+  output = run("-m", checker, "program.py", cwd=tmp_path)
+  reported = {int(i) for i in re.findall(r"program\.py:(\d+):.* error", output)}
+  assert reported == {i for i, line in enumerate(program.splitlines(), 1) if line.endswith("# error")}, output
+
+
+@pytest.mark.parametrize("call", MISTAKES)
+def test_wrong_argument_raises_input_error(words_llm, call):
+  with pytest.raises(InputError, match=re.escape(MISTAKES[call])): eval(call, {"tinyvllm": tinyvllm, "llm": words_llm})
+
+
+def test_calls_after_shutdown_raise_input_error(folder):
+  with LLM(folder, **ENGINE) as llm:
+    stream = llm.generate_stream("a")
+    next(stream)
+  assert re.fullmatch(r"LLM\(.*: float32 on CPU, max_model_len=128\)", repr(llm))
+  llm.shutdown()   # does nothing
+  assert [output.outputs[0].finish_reason for output in stream] == ["abort"] and not llm.has_unfinished_requests()
+  for call in (llm.step, lambda: llm.generate("a"), lambda: [*llm.capture([1])]):
+    with pytest.raises(InputError, match="was shut down: create a new one"): call()
