@@ -94,19 +94,12 @@ def chat(folder, *lines, terminal=False):
                      XDG_STATE_HOME=str(folder / "state"))
 
 
-def test_chat_runs_commands_and_drops_messages_that_are_too_long(chat_folder, answer):
-  run = chat(chat_folder, LONG, "hello", LONG, "is that all", "/new", "hello", "/system be kind", "hello", "/exit", "x")
-  first = answer("user: hello\n")
-  conversation = f"user: hello\nassistant: {first}\nuser: is that all\n"
-  texts = [first, answer(conversation), first, answer("system: be kind\nuser: hello\n")]
-  assert len({*texts}) == 3 and run.stdout == "".join(f"{text}\n" for text in texts)
-  assert run.returncode == 0
-  assert len([line for line in run.stderr.splitlines() if "maximum context length" in line]) == 2
-
-
-@pytest.mark.parametrize("lines,code", [(["long", "hello"], 0), (["hello", "long"], 1), (["hello", "long", "/new"], 1)])
-def test_chat_exit_code_is_1_if_the_last_message_was_dropped(chat_folder, lines, code):
-  assert chat(chat_folder, *[line.replace("long", LONG) for line in lines]).returncode == code
+@pytest.mark.parametrize("lines,code", [("long hello", 0), ("hello long", 1), ("hello long /new", 1)])
+def test_chat_drops_a_message_that_is_too_long(chat_folder, answer, lines, code):
+  """The exit code is 1 if it is the last one."""
+  run = chat(chat_folder, *[line.replace("long", LONG) for line in lines.split()])
+  assert (run.returncode, run.stdout) == (code, answer("user: hello\n") + "\n")
+  assert run.stderr.count("maximum context length") == 1
 
 
 def test_chat_prints_a_prompt_in_a_terminal(chat_folder, answer):
@@ -114,38 +107,13 @@ def test_chat_prints_a_prompt_in_a_terminal(chat_folder, answer):
   assert chat(chat_folder, "hello", terminal=True).stdout == f"> {text}\n> \n"
 
 
-def test_ctrl_c_ends_the_answer_and_the_chat_continues(chat_folder, answer, monkeypatch):
-  """The signal arrives during the second output."""
-  conversations, stream = [], LLM.generate_stream
-
-  def interrupted(llm, prompt, params):
-    conversations.append(prompt["messages"])
-    for i, output in enumerate(stream(llm, prompt, params)):
-      if i == 1: signal.raise_signal(signal.SIGINT)
-      yield output
-  monkeypatch.setattr(LLM, "generate_stream", interrupted)
-  run = chat(chat_folder, "hello", "hello")
-  first, second = run.stdout.splitlines()
-  assert run.returncode == 0 and answer("user: hello\n").startswith(first) and first != answer("user: hello\n")
-  assert second and conversations[1] == [
-    {"role": "user", "content": "hello"}, {"role": "assistant", "content": first}, {"role": "user", "content": "hello"}]
-
-
-def test_ctrl_c_without_an_answer_exits_130(chat_folder, monkeypatch):
-  """In a chat that waits for input, and in `generate`."""
+def test_ctrl_c_without_a_chat_exits_130(chat_folder, monkeypatch):
   write = mock.Mock()
   monkeypatch.setattr(os, "_exit", sys.exit)
   monkeypatch.setattr(os, "write", write)
-
-  def lines():
-    yield "hello"
-    signal.raise_signal(signal.SIGINT)
-  monkeypatch.setattr("builtins.input", mock.Mock(side_effect=lines()))
-  run = chat(chat_folder)
-  assert run.returncode == 130 and run.stdout.count("\n") == 1, "the first line is answered"
   monkeypatch.setattr(LLM, "generate_stream", lambda *_: signal.raise_signal(signal.SIGINT))
   assert run_command("generate", "the cat", "--model", chat_folder, *FLAGS).returncode == 130
-  assert write.call_args_list == [mock.call(1, b"\n")] * 2
+  write.assert_called_once_with(1, b"\n")
 
 
 # Errors

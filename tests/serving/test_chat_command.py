@@ -1,24 +1,157 @@
-"""`tinyvllm chat --url`: answers of a server, and errors in one line."""
+"""`tinyvllm chat`, here and with `--url`: the same answers, commands and reports. Errors of a server in one line."""
+import itertools
+import json
+import os
+import pty
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
-from helpers.commands import error_line, run_command
+from helpers.commands import PYTHONPATH, error_line, run_command
+from helpers.protocol import SMALL, chat_prompt
+from helpers.requests import flags
 
 from tinyvllm import SamplingParams
+from tinyvllm_extra.cli import chat
+
+# messages: lines of input, and the messages of the user. refused: words of the error by command. errors: the fixture of
+# a server or a URL, flags, and words of the error
+LINES = json.loads((Path(__file__).parents[1] / "data/chat_lines.json").read_text())
 
 
-def test_chat_command_with_url_equals_llm_chat(server, llm):
-  run = run_command("chat", "--url", server.url, "--max-tokens", 5, "--temperature", 0, stdin="hello\nis that all\n")
+@pytest.fixture(params=["here", "url"])
+def where(request, server, folder):
+  """Flags of a chat in this process, or with a server."""
+  return ["--url", server.url] if request.param == "url" else ["--model", folder, *flags(**SMALL)]
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"seed": 3, "top_k": 20}])
+def test_chat_command_equals_llm_chat(where, llm, sampling):
   messages, answers = [], []
   for line in ("hello", "is that all"):
     messages.append({"role": "user", "content": line})
-    answers.append(llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=5))[0].outputs[0].text)
+    answers.append(llm.chat(messages, SamplingParams(max_tokens=5, **sampling))[0].outputs[0].text)
     messages.append({"role": "assistant", "content": answers[-1]})
+  run = run_command("chat", *where, *flags(max_tokens=5, **sampling), stdin="hello\n\n  \nis that all")
   assert run.returncode == 0 and run.stdout.rstrip("\n") == "\n".join(answers), run.stderr
 
 
-@pytest.mark.parametrize("url,options,message", [
-  ("limited", [], "API key"), ("server", ["--temperature", "-1"], "temperature"),
-  ("http://127.0.0.1:9", [], "127.0.0.1:9"), (None, ["--api-key", "k"], "--url"),
-  ("server", ["--block-size", "4"], "block_size"), ("server", ["--model", "another"], "another")])
+def test_chat_command_reports_cuts_and_rates(where, llm):
+  """The first answer ends at max_tokens, the second with the context."""
+  lines = ["hello", "/params max_tokens 9999", "/params ignore_eos true", "/retry"]
+  run = run_command("chat", *where, "--verbose", *flags(max_tokens=5, temperature=0), stdin="\n".join(lines))
+  cuts, rates = ([line for line in run.stderr.splitlines() if word in line] for word in ("(cut", " tokens/s"))
+  assert "max_tokens=5" in cuts[0] and "context is full" in cuts[1] and len(cuts) == len(rates) == 2, run.stderr
+  num_prompt = len(chat_prompt(llm, [{"role": "user", "content": "hello"}])["prompt_token_ids"])
+  for line, num_generated in zip(rates, (5, llm.max_model_len - num_prompt), strict=True):
+    assert line.startswith(f"({num_prompt} prompt tokens, ") and f"; {num_generated} output tokens, " in line
+
+
+@pytest.mark.parametrize("url,options,message", LINES["errors"])
 def test_chat_command_prints_errors_in_one_line(request, url, options, message):
   if url in ("server", "limited"): url = request.getfixturevalue(url).url + "/"
   assert message in error_line(run_command("chat", *(["--url", url] if url else []), *options, stdin="hello\n"))
+
+
+# Input and commands, without a model
+
+class Parrot(chat.Remote):
+  """A server whose answer is the number of the request."""
+  def __init__(self):
+    self.requests = []
+    self.threads = set()   # their names during the answers
+
+  def generate_stream(self, prompt, sampling):
+    self.threads |= {thread.name for thread in threading.enumerate()}
+    self.requests.append((prompt["messages"], sampling))
+    yield SimpleNamespace(outputs=[SimpleNamespace(text=f"answer {len(self.requests)}", finish_reason="stop")],
+                          metrics=None)
+
+
+def talk(monkeypatch, lines, captures=()):
+  """Return a chat after these lines of input, and its exit code. An exception is raised instead of a line."""
+  monkeypatch.setattr(chat.logger, "setLevel", lambda level: None)
+  monkeypatch.setattr("builtins.input", mock.Mock(side_effect=itertools.chain(lines, [EOFError])))
+  conversation = chat.Chat(Parrot(), {"temperature": 0.5}, captures=iter(captures))
+  return conversation, conversation.run()
+
+
+@pytest.mark.parametrize("lines,messages", LINES["messages"])
+def test_chat_input_becomes_messages(monkeypatch, lines, messages):
+  conversation, code = talk(monkeypatch, lines)
+  assert code == 0 and [x["content"] for x in conversation.messages if x["role"] == "user"] == messages
+
+
+def test_chat_commands_save_load_and_set(monkeypatch, tmp_path, capsys):
+  path = tmp_path / "chat.json"
+  lines = ["/system be kind", "h\u00e9", "/params top_k 5", "/params stop END", "/retry", f"/save {path}"]
+  first, _ = talk(monkeypatch, lines)
+  roles = [(x["role"], x["content"]) for x in json.loads(path.read_text())]
+  assert roles == [("system", "be kind"), ("user", "h\u00e9"), ("assistant", "answer 2")]
+  assert first.llm.requests[1] == (first.messages[:2], {"temperature": 0.5, "top_k": 5, "stop": "END"})
+  second, _ = talk(monkeypatch, [f"/load {path}", "and", "/params"])
+  assert second.llm.requests == [([*first.messages, {"role": "user", "content": "and"}], {"temperature": 0.5})]
+  assert "temperature 0.5\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line,words", LINES["refused"].items())
+def test_chat_command_is_refused_and_the_chat_continues(monkeypatch, capsys, line, words):
+  conversation, code = talk(monkeypatch, [line])
+  assert code == 1 and words in capsys.readouterr().err and not conversation.llm.requests
+  conversation, code = talk(monkeypatch, [line, "x"])
+  assert code == 0 and conversation.llm.requests == [([{"role": "user", "content": "x"}], {"temperature": 0.5})]
+
+
+@pytest.fixture
+def terminal(monkeypatch, tmp_path):
+  monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+  monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+def test_chat_captures_graphs_only_while_the_user_types(monkeypatch, terminal):
+  """There are always more graphs. Each line arrives during a capture, after which the thread ends."""
+  started = threading.Event()
+  captures = (started.set() or "preparing" for _ in itertools.count())
+
+  def lines():
+    for text in ("a", "b"):
+      started.clear()
+      yield started.wait(60) and text
+  conversation, code = talk(monkeypatch, lines(), captures)
+  assert code == 0 and len(conversation.llm.requests) == 2
+  assert not any("Pool" in name for name in conversation.llm.threads)
+
+
+def test_chat_ctrl_c_ends_an_answer_and_the_chat_continues(monkeypatch):
+  def stream(*_):
+    for text in "abc":
+      yield SimpleNamespace(outputs=[SimpleNamespace(text=text, finish_reason=None)], metrics=None)
+      signal.raise_signal(signal.SIGINT)
+  monkeypatch.setattr(Parrot, "generate_stream", stream)
+  conversation, code = talk(monkeypatch, ["x", "y"])
+  assert code == 0 and [x["content"] for x in conversation.messages] == ["x", "ab", "y", "ab"]
+
+
+def test_chat_ctrl_c_at_the_prompt_drops_the_text(monkeypatch, terminal):
+  conversation, code = talk(monkeypatch, ['"""', "one", KeyboardInterrupt, "two"])
+  assert code == 0 and conversation.messages[0]["content"] == "two"
+
+
+def test_chat_recalls_lines_of_earlier_chats(server, tmp_path):
+  """In a terminal: the second chat sends the first one's line after the key Up, twice."""
+  for keys in ("hello\n", "\x1b[A\x1b[A\n"):
+    process, terminal = pty.fork()
+    if not process:
+      os.environ |= {"PYTHONPATH": PYTHONPATH, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
+      os.execv(sys.executable, [sys.executable, "-m", "tinyvllm", "run", "--url", server.url, "--max-tokens", "1"])
+    screen = b""
+    for text in (keys, f"/save {tmp_path}/{len(keys)}.json\n", "\x04"):
+      while not screen.rstrip().endswith(b">"): screen += os.read(terminal, 4096)
+      os.write(terminal, text.encode())
+      screen = b""
+    assert os.waitpid(process, 0)[1] == 0
+  assert [json.loads(x.read_text())[0]["content"] for x in tmp_path.glob("*.json")] == ["hello"] * 2

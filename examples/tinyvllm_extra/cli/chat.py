@@ -1,6 +1,6 @@
 """`tinyvllm run`: a conversation in the terminal. While the user types, a thread captures graphs. It ends before the
 answer begins, since only one thread at a time may use the engine."""
-import contextlib, dataclasses, difflib, inspect, json, logging, os, pathlib, signal, sys, threading
+import contextlib, dataclasses, difflib, inspect, json, logging, os, pathlib, signal, sys, threading, time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -17,12 +17,6 @@ QUOTES = '"""'
 Output = RequestOutput | SimpleNamespace   # of an LLM or a Remote
 
 
-def print_error(error: BaseException) -> int:
-  """Print an error in one line, and return the exit code."""
-  print(f"tinyvllm: {error}", file=sys.stderr)
-  return 1
-
-
 def start(llm: LLM | Remote, prompt: str | JsonObject, settings: JsonObject) -> Iterator[Output]:
   """Start a request with the model's sampling defaults, except `settings`. A chat may fill the context."""
   if isinstance(llm, Remote): return llm.generate_stream(prompt, settings)
@@ -30,19 +24,21 @@ def start(llm: LLM | Remote, prompt: str | JsonObject, settings: JsonObject) -> 
   return llm.generate_stream(prompt, SamplingParams(**{**limit, **llm.sampling_defaults, **settings}))
 
 
-def print_stream(outputs: Any, text: str = "", stop: threading.Event | None = None) -> tuple[str, Output]:
-  """Print `text` and the outputs' text as it arrives, until they end or `stop` is set. Return all text and the last
-  output."""
+def print_stream(outputs: Any, text: str = "", stop: threading.Event | None = None) -> tuple[str, Output, list[float]]:
+  """Print `text` and the outputs' text as it arrives, until they end or `stop` is set. Return all text, the last output
+  and the times of the start and of each output."""
   num_printed = 0
+  times = [time.monotonic()]
   with contextlib.closing(outputs):
     for output in outputs:
+      times.append(time.monotonic())
       text += output.outputs[0].text
       print(text[num_printed:], end="", flush=True)
       num_printed = len(text)
       logger.setLevel(max(logger.level, logging.WARNING))   # from now on a log line would interrupt the text
       if stop and stop.is_set(): break
   print()
-  return text, output
+  return text, output, times
 
 
 @contextlib.contextmanager
@@ -80,7 +76,6 @@ class Chat:
   is_verbose: bool = False
   messages: list[JsonObject] = dataclasses.field(default_factory=list)
   captures: Iterator[str] = iter(())
-  progress: str = ""   # of the captures
   code: int = 0
 
   def run(self) -> int:
@@ -88,12 +83,15 @@ class Chat:
     if sys.stdin.isatty():
       use_history("read")
       logger.setLevel(max(logger.level, logging.WARNING))   # a line would land next to the prompt
-      if isinstance(self.llm, LLM): self.captures = self.llm.capture(quiet=True)
-      self.progress = next(self.captures, "")
+      if isinstance(self.llm, LLM):
+        print("(preparing while you type: 1 s for each step size, 2 to 10 s if kernels compile)", file=sys.stderr)
+        self.captures = self.llm.capture(quiet=True)
     with contextlib.suppress(EOFError):   # of /bye
       for text in self.inputs():
         try: self.handle(text)
-        except (ValueError, RuntimeError, OSError) as error: self.code = print_error(error)
+        except (ValueError, RuntimeError, OSError) as error:
+          print(f"tinyvllm: {error}", file=sys.stderr)
+          self.code = 1
     return self.code
 
   def inputs(self) -> Iterator[str]:
@@ -124,7 +122,7 @@ class Chat:
         use_history("write")
 
   def capture(self, stop: threading.Event) -> None:
-    while self.progress and not stop.is_set(): self.progress = next(self.captures, "")
+    while not stop.is_set() and next(self.captures, None): pass
 
   def handle(self, text: str) -> None:
     """Run a command or answer a message."""
@@ -139,10 +137,9 @@ class Chat:
 
   def answer(self, messages: list[JsonObject]) -> None:
     """Answer the last message, and print why the answer was cut, and its rates."""
-    if self.progress: print(f"({self.progress}: a step of a new size takes some seconds to compile)", file=sys.stderr)
     stop = threading.Event()
     with on_interrupt(lambda *_: stop.set()):
-      text, output = print_stream(start(self.llm, {"messages": messages}, self.settings), stop=stop)
+      text, output, times = print_stream(start(self.llm, {"messages": messages}, self.settings), stop=stop)
     self.messages = [*messages, {"role": "assistant", "content": text}]
     self.code = 0
     limit, metrics = self.settings.get("max_tokens"), output.metrics
@@ -152,16 +149,20 @@ class Chat:
             f"(cut at max_tokens={limit}; `/params max_tokens N` raises it)", file=sys.stderr)
     if not self.is_verbose or not metrics: return
     num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
-    print(f"({num_prompt} prompt tokens, {num_cached} cached, {(num_prompt - num_cached) / metrics.ttft:.1f} tokens/s;"
-          f" {metrics.num_generated} output tokens, {1 / max(metrics.tpot, 1e-9):.1f} tokens/s)", file=sys.stderr)
+    print(f"({num_prompt} prompt tokens, {num_cached} cached, {(num_prompt - num_cached) / (times[1] - times[0]):.1f} "
+          f"tokens/s; {metrics.num_generated} output tokens, "
+          f"{(metrics.num_generated - 1) / max(times[-1] - times[1], 1e-9):.1f} tokens/s)", file=sys.stderr)
 
   def do_help(self, _: str) -> None: print(inspect.getdoc(Chat))
   def do_new(self, _: str) -> None: self.messages = []
   def do_system(self, text: str) -> None: self.messages = [{"role": "system", "content": text}]
-  def do_retry(self, _: str) -> None: self.answer(self.messages[:-1])
   def do_save(self, path: str) -> None: pathlib.Path(path).expanduser().write_text(json.dumps(self.messages, indent=1))
   def do_bye(self, _: str) -> None: raise EOFError
   do_exit = do_bye
+
+  def do_retry(self, _: str) -> None:
+    check(len(self.messages) > 1, "there is no answer yet")
+    self.answer(self.messages[:-1])
 
   def do_load(self, path: str) -> None:
     messages = json.loads(pathlib.Path(path).expanduser().read_text())
@@ -171,7 +172,7 @@ class Chat:
   def do_params(self, text: str) -> None:
     name, _, value = text.partition(" ")
     settings = {**self.settings, **({name: parse_value(value)} if name else {})}
-    SamplingParams(**settings)   # checks them
+    check(SamplingParams(**settings).n == 1, f"n={value} must be 1: a chat shows one answer")
     self.settings = settings
     defaults = dict.fromkeys(["max_tokens", "seed", *SAMPLING_DEFAULTS], "default")
     values = {**defaults, **getattr(self.llm, "sampling_defaults", {}), **settings}

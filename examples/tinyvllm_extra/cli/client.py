@@ -1,5 +1,5 @@
 """The command line's client for a running server."""
-import json, time, urllib.error, urllib.request
+import json, urllib.error, urllib.request
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ class Remote:
   def __init__(self, flags: JsonObject, engine_options: JsonObject):
     """flags: of the command line. Raises InputError for engine options, which only the server can set."""
     check(flags["url"], "api_key: requires --url")
-    names = ", ".join(engine_options)
+    names = ", ".join(name for name in engine_options if name != "seed")   # a sampling parameter, too
     check(not names, f"{names}: not allowed with --url: pass engine options to `tinyvllm serve`")
     self.flags = flags
     self.url = flags["url"].rstrip("/")
@@ -28,7 +28,6 @@ class Remote:
     headers: JsonObject = {"Content-Type": "application/json", "Authorization": key}
     url = f"{self.url}/v1/{'chat/' if chat else ''}completions"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    times = [time.monotonic()]
     try: response = urllib.request.urlopen(request)
     except urllib.error.HTTPError as error: raise InputError(f"{self.url}: {message_of(error)}") from error
     except urllib.error.URLError as error:
@@ -39,20 +38,12 @@ class Remote:
         for choice in event["choices"]:   # a delta of reasoning or of a tool call has no content
           completion = SimpleNamespace(text=(choice["delta"].get("content") if chat else choice["text"]) or "",
                                        finish_reason=choice.get("finish_reason"))
-          times.append(time.monotonic())
           yield SimpleNamespace(outputs=[completion], metrics=None)
-        if event.get("usage"): yield with_usage(completion.finish_reason, event["usage"], times)
-
-
-def with_usage(finish_reason: str | None, usage: JsonObject, times: list[float]) -> SimpleNamespace:
-  """Return an output without text, with the numbers of tokens. times: of the request's start and each delta."""
-  num_generated = usage["completion_tokens"]
-  tpot = (times[-1] - times[1]) / max(1, num_generated - 1)
-  cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-  return SimpleNamespace(
-    outputs=[SimpleNamespace(text="", finish_reason=finish_reason)], prompt_token_ids=range(usage["prompt_tokens"]),
-    num_cached_tokens=cached,
-    metrics=SimpleNamespace(num_generated=num_generated, ttft=times[1] - times[0], tpot=tpot))
+        if usage := event.get("usage"):
+          yield SimpleNamespace(outputs=[SimpleNamespace(text="", finish_reason=completion.finish_reason)],
+                                prompt_token_ids=range(usage["prompt_tokens"]),
+                                num_cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
+                                metrics=SimpleNamespace(num_generated=usage["completion_tokens"]))
 
 
 def message_of(error: urllib.error.HTTPError) -> str:
