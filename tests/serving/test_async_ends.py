@@ -51,7 +51,7 @@ def test_shutdown_ends_running_and_later_requests(llm):
     llm.abort("later")
   asyncio.run(asyncio.wait_for(main(), 60))
   llm.shutdown()   # does nothing
-  assert not llm.llm.has_unfinished_requests()
+  assert not llm.llm.has_unfinished_requests() and "runner" not in vars(llm.llm)
 
 
 DELTAS = [{"role": "assistant", "content": ""}, {"reasoning": "hm"}, {"content": "Yes."},
