@@ -1,5 +1,6 @@
 """The chat page in headless Chromium, against a server of this process. `page` is the ChatPage of a new user."""
 import json
+import re
 import shutil
 from urllib.parse import urlsplit
 
@@ -11,7 +12,8 @@ from playwright.sync_api import expect, sync_playwright
 
 # A streamed answer that the test controls: enqueue(bytes)
 FEED = """() => {
-  window.fetch = (path, {signal}) => Promise.resolve(new Response(new ReadableStream({start(controller) {
+  const server = window.fetch
+  window.fetch = (path, {signal, ...options}) => !signal ? server(path, options) : Promise.resolve(new Response(new ReadableStream({start(controller) {
     window.enqueue = data => controller.enqueue(new Uint8Array(data))
     signal.addEventListener("abort", () => controller.error(signal.reason))
   }})))
@@ -27,6 +29,12 @@ def event_stream(*deltas, finish="stop", usage=None, done=True):
   if usage: events += [{"choices": [], "usage": {"completion_tokens": usage}}]
   lines = [*(json.dumps(event, ensure_ascii=False) for event in events), *["[DONE]"] * done]
   return "".join(f"data: {line}\n\n" for line in lines)
+
+
+EVERY_REQUEST = re.compile("/(v1/.*|health)$")
+
+
+def url_of(path): return EVERY_REQUEST if path == "**" else f"**/v1/{path}"
 
 
 class ChatPage:
@@ -105,9 +113,9 @@ class ChatPage:
 
   def mock(self, path="chat/completions", **response):
     """Mock the response to requests of a path. Without a response, the connection fails."""
-    self.tab.route(f"**/v1/{path}", lambda route: route.fulfill(**response) if response else route.abort())
+    self.tab.route(url_of(path), lambda route: route.fulfill(**response) if response else route.abort())
 
-  def unmock(self, path="chat/completions"): self.tab.unroute(f"**/v1/{path}")
+  def unmock(self, path="chat/completions"): self.tab.unroute(url_of(path))
 
   def stream(self):
     """Send a question whose answer comes from `feed`."""

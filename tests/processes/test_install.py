@@ -116,7 +116,7 @@ def test_wheel_contains_files_of_both_packages_only(wheel):
   """With the bundled model and the chat page, and without tests, caches and CI scripts."""
   expected = {str(name): ROOT / name for name in source_files("tinyvllm")}
   expected |= {str(name.relative_to("examples")): ROOT / name for name in source_files("examples/tinyvllm_extra")}
-  assert {"tinyvllm/default_model/model.safetensors", "tinyvllm_extra/serving/chat.html"} <= expected.keys()
+  assert {"tinyvllm/default_model/model.safetensors", "tinyvllm_extra/serving/page/index.html"} <= expected.keys()
   with zipfile.ZipFile(wheel) as archive:
     names = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert names == expected.keys()

@@ -1,10 +1,10 @@
 """The HTTP server: routes, the middleware in front of them, startup and shutdown. It listens before the
 model is loaded; requests get HTTP 503 until then."""
-import asyncio, contextlib, functools, hmac, json, logging, os, pathlib, signal, socket, threading, time, uuid
+import asyncio, contextlib, functools, hmac, json, logging, os, signal, socket, threading, time, uuid
 from collections.abc import Callable
 
 import fastapi, fastapi.middleware.cors as cors, uvicorn
-from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -18,6 +18,7 @@ from tinyvllm_extra.pooling.pooling_routes import Pooling
 from .agents.routes import Agents
 from .answers import num_tokens
 from .async_engine import AsyncLLM
+from .chat_page import chat_page
 from .errors import EXCEPTION_HANDLERS, ErrorJSON
 from .fields import unknown_fields
 from .generation import EVENT_STREAM, SERVED, Serving
@@ -142,7 +143,7 @@ class Server(uvicorn.Server):
     error: JsonObject = {"model": ErrorResponse}
     app = fastapi.FastAPI(title="tinyvllm", version=__version__, exception_handlers=EXCEPTION_HANDLERS, docs_url=None,
                           redoc_url=None, responses={"4XX": error, "5XX": error})
-    app.get("/", response_class=HTMLResponse)(self.page)
+    app.get("/", response_class=HTMLResponse)(chat_page)
     app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
     serving = self.serving
     pooling = Pooling(serving)
@@ -218,11 +219,6 @@ class Server(uvicorn.Server):
     if serving.llm and self.options.prefix_cache_file: await asyncio.to_thread(serving.llm.shutdown)   # ignores signals
 
   # Routes without generation
-
-  async def page(self) -> fastapi.Response:
-    # Browsers ignore frame-ancestors in a meta element
-    headers = {"Content-Security-Policy": "frame-ancestors 'none'"}
-    return FileResponse(pathlib.Path(__file__).with_name("chat.html"), headers=headers)
 
   async def version(self) -> dict[str, str]: return {"version": __version__}
   async def health(self) -> fastapi.Response: return self.not_ready() or JSONResponse({})
