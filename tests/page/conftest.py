@@ -13,10 +13,11 @@ from playwright.sync_api import expect, sync_playwright
 # A streamed answer that the test controls: enqueue(bytes)
 FEED = """() => {
   const server = window.fetch
-  window.fetch = (path, {signal, ...options}) => !signal ? server(path, options) : Promise.resolve(new Response(new ReadableStream({start(controller) {
-    window.enqueue = data => controller.enqueue(new Uint8Array(data))
-    signal.addEventListener("abort", () => controller.error(signal.reason))
-  }})))
+  window.fetch = (path, options) => !options.signal ? server(path, options)
+    : Promise.resolve(new Response(new ReadableStream({start(controller) {
+      window.enqueue = data => controller.enqueue(new Uint8Array(data))
+      options.signal.addEventListener("abort", () => controller.error(options.signal.reason))
+    }})))
 }"""
 expect.set_options(timeout=60_000)
 

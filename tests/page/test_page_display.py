@@ -21,7 +21,7 @@ HOSTILE = json.loads((DATA / "hostile_markdown.json").read_text())
 MARKUP = "<img src=x onerror='window.broken = 1'><script>window.broken = 1</script><b>bold</b> List<T>"
 FOLDED = "<think>\nplan **one**\n</think>\n\nthe answer"
 TAGS = re.findall(r"\w+", "a blockquote br code del em h2 hr li ol p pre strong table tbody td th thead tr ul")
-PAGE_TAGS = ["footer", "button", "details", "div", "form", "label", "small", "span", "summary", "textarea"]   # added by the page
+PAGE_TAGS = ["footer", "button", "details", "div", "form", "label", "small", "span", "summary", "textarea"]
 PAGE_ATTRIBUTES = {"aria-label", "class", "open", "required", "role", "rows", "tabindex", "type"}
 MATH_TAGS = re.findall(r"\w+", "math mfrac mi mn mo mrow mspace msqrt mstyle msub msubsup msup mtable mtd mtext mtr")
 POLICY = {"default-src": "'none'", "connect-src": "'self'", "img-src": "data:", "style-src": "'unsafe-inline'",
