@@ -30,8 +30,10 @@ def source_files(*folders: str) -> list[Path]:
   return [Path(name) for name in names.split("\0") if name and (ROOT / name).exists()]
 
 
-def uv(*arguments: str | Path) -> subprocess.CompletedProcess:
-  return subprocess.run([sys.executable, "-m", "uv", *arguments], cwd=ROOT, capture_output=True, text=True, check=False,
+def python(*arguments: str | Path, folder: Path = ROOT) -> subprocess.CompletedProcess:
+  """Run the tests' own Python in a folder, without the checkout on PYTHONPATH."""
+  env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+  return subprocess.run([sys.executable, *arguments], env=env, cwd=folder, capture_output=True, text=True, check=False,
                         timeout=300)
 
 
@@ -78,7 +80,7 @@ def sdist(tmp_path_factory) -> Path:
     (copy / name).parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(ROOT / name, copy / name)
   subprocess.run([sys.executable, "-m", "compileall", "-q", "tinyvllm", "examples", "tests"], cwd=copy, check=True)
-  run = uv("build", "--no-progress", "--build-constraint", CONSTRAINTS["PIP_CONSTRAINT"], "-o", folder / "dist", copy)
+  run = python("-m", "uv", "build", "--build-constraint", CONSTRAINTS["PIP_CONSTRAINT"], "-o", folder / "dist", copy)
   assert run.returncode == 0 and "warning" not in run.stderr.lower(), run.stderr
   archive, = (folder / "dist").glob("*.tar.gz")
   with tarfile.open(archive) as file: file.extractall(folder, filter="data")
@@ -137,16 +139,8 @@ def test_wheel_metadata_has_license_command_version_and_dependencies(wheel, tmp_
 def test_source_distribution_has_all_files_and_passes_quick_tests(sdist, tmp_path):
   names = {path.relative_to(sdist) for path in sdist.rglob("*") if path.is_file()}
   assert names - {Path("PKG-INFO")} == {*source_files()}
-  env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-  run = subprocess.run([sys.executable, "-m", "pytest", "-n", "0", "-m", "quick", "-p", "no:cacheprovider"], cwd=sdist,
-                       env=env, capture_output=True, text=True, check=False, timeout=300)
+  run = python("-m", "pytest", "-n", "0", "-m", "quick", "-p", "no:cacheprovider", folder=sdist)
   assert run.returncode == 0 and re.search(r"\b\d{3,} passed", run.stdout), run.stdout[-3000:]
-
-
-def test_source_distribution_installs(empty_environment, sdist, tmp_path):
-  archive, = (sdist.parent / "dist").glob("*.tar.gz")
-  empty_environment.pip("install", "--no-deps", "--target", tmp_path, archive)
-  assert (tmp_path / "tinyvllm_extra" / "serving").is_dir() and (tmp_path / "bin" / "tinyvllm").exists()
 
 
 def test_wheel_has_types_for_callers(installed, tmp_path):
@@ -154,20 +148,19 @@ def test_wheel_has_types_for_callers(installed, tmp_path):
   program = tmp_path / "program.py"
   program.write_text('import tinyvllm, tinyvllm_extra.llm\nx: int = tinyvllm.generate("Hello")\n'
                      "reveal_type(tinyvllm_extra.llm.LLM)\n")
-  run = subprocess.run([sys.executable, "-m", "mypy", "--python-executable", installed.folder / "bin/python",
-                        "--ignore-missing-imports", "--cache-dir", tmp_path / "cache", program], cwd=tmp_path,
-                       capture_output=True, text=True, check=False, timeout=300)
+  run = python("-m", "mypy", "--ignore-missing-imports", "--python-executable", installed.folder / "bin/python",
+               "--cache-dir", tmp_path / "cache", program, folder=tmp_path)
   assert 'has type "str", variable has type "int"' in run.stdout, run.stdout + run.stderr
   assert "Any" not in run.stdout and "import-untyped" not in run.stdout and "Found 1 error in 1 file" in run.stdout
 
 
-@pytest.mark.parametrize("python", ["3.11", "3.13"])
+@pytest.mark.parametrize("version", ["3.11", "3.13"])
 @pytest.mark.parametrize("platform", ["aarch64-apple-darwin", "aarch64-manylinux_2_31", "x86_64-manylinux_2_31"])
-def test_all_extras_resolve_to_wheels_on_platform(platform, python):
+def test_all_extras_resolve_to_wheels_on_platform(platform, version):
   """macOS on Apple silicon; Linux since Ubuntu 20.04 and Debian 11, which includes a Raspberry Pi."""
   extras = [word for name in ("cpu", "server", "ray") for word in ("--extra", name)]
-  run = uv("pip", "compile", "pyproject.toml", *extras, "--only-binary", ":all:", "--python-version", python,
-           "--python-platform", platform)
+  run = python("-m", "uv", "pip", "compile", "pyproject.toml", *extras, "--only-binary", ":all:", "--python-version",
+               version, "--python-platform", platform)
   assert run.returncode == 0 and "\nfastapi==" in run.stdout, run.stderr
   assert ("\nkarellen-llvm-clang==" in run.stdout) == platform.startswith("x86_64")
 
@@ -252,11 +245,9 @@ def test_convert_gguf_without_compiler_writes_model(installed, tmp_path):
   assert (tmp_path / "converted" / "tokenizer.model").exists()
 
 
-def test_source_archive_installs_without_git(installed, used_home, tmp_path):
-  """As downloaded from GitHub: no .git folder, and git is not on the PATH."""
-  archive, folder = tmp_path / "tinyvllm.tar.gz", tmp_path / "installed"
-  subprocess.run(["git", "archive", "--prefix=tinyvllm-main/", f"--output={archive}", "HEAD"], cwd=ROOT, check=True)
-  installed.pip("install", "--no-deps", "--target", folder, archive)
+def test_source_distribution_installs_by_pip_without_git(installed, used_home, sdist, tmp_path):
+  folder = tmp_path / "installed"
+  installed.pip("install", "--no-deps", "--target", folder, *(sdist.parent / "dist").glob("*.tar.gz"))
   def run(*arguments):
     return installed.run(used_home, "python", *arguments, programs=installed.programs, PYTHONPATH=str(folder))
   assert run("-c", "import tinyvllm; print(tinyvllm.__file__)").stdout == f"{folder}/tinyvllm/__init__.py\n"

@@ -1,16 +1,13 @@
 """The README's commands and its Python example run unchanged, with a tiny model in place of the one they download. The
 commands that install tinyvllm and run tests are left to .ci/run."""
-import os
 import re
 import shutil
-import socket
-import subprocess
 import sys
 
 import pytest
-from helpers.commands import ROOT, run_process
+from helpers.commands import ROOT, process, run_process
 from helpers.hub import Hub
-from helpers.servers import Client, wait_until
+from helpers.servers import Server
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = [line for block in re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S) for line in block.splitlines()]
@@ -28,32 +25,17 @@ def environment(tmp_path_factory, chat_folder):
   with Hub(folder / "root") as hub: yield hub.environment(folder / "home")
 
 
-def process_of(words):
-  assert words[0] == ".venv/bin/tinyvllm"
-  return [sys.executable, "-m", "tinyvllm", *words[1:]]
-
-
-@pytest.mark.parametrize("words", [words for words in OURS if words[1] != "serve"], ids=" ".join)
-def test_readme_command_ends_with_output(environment, words):
-  run = run_process(*process_of(words), stdin="hello\n", **environment)
+@pytest.mark.parametrize("words", OURS, ids=" ".join)
+def test_readme_command_answers(environment, words):
+  program, command, model, *options = words
+  assert (program, model) == (".venv/bin/tinyvllm", MODEL)
+  if command == "serve":
+    assert options == ["--port", "8000"] and "at http://127.0.0.1:8000/." in README
+    with Server(MODEL, environment=environment) as server:   # at a free port
+      assert "<html" in server.get("/").text and server.get("/v1/models").json()["data"][0]["id"] == MODEL
+      return
+  run = process(command, model, *options, stdin="hello\n", **environment)
   assert run.returncode == 0 and run.stdout.strip() and "Traceback" not in run.stderr, run.stderr
-
-
-@pytest.mark.parametrize("words", [words for words in OURS if words[1] == "serve"], ids=" ".join)
-def test_readme_server_has_page_at_the_named_port(environment, words):
-  with socket.socket() as free:   # in place of port 8000, which may be in use
-    free.bind(("127.0.0.1", 0))
-    port = str(free.getsockname()[1])
-  assert "http://127.0.0.1:8000/" in README and words.count("8000") == 1
-  command = [port if word == "8000" else word for word in process_of(words)]
-  server = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment}, stderr=subprocess.DEVNULL)
-  try:
-    client = Client()
-    client.url = f"http://127.0.0.1:{port}"
-    wait_until(client.healthy, "the server is ready", 240)
-    assert "<html" in client.get("/").text and client.get("/v1/models").json()["data"][0]["id"] == MODEL
-  finally: server.terminate()
-  assert server.wait(60) == 0
 
 
 def test_readme_python_example_prints_answers(environment):
