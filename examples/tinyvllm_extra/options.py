@@ -6,7 +6,7 @@ from typing import Any, Concatenate, ParamSpec
 from tinyvllm.config import EngineConfig, JsonObject, Options, check, logger, option
 from tinyvllm.request import SAMPLING_FIELDS
 
-FORMATS = ("int8", "int4", "awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "squeezellm", "gguf", "mxfp4")
+FORMATS = ("int8", "int4", "awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "gguf", "mxfp4")
 SAMPLING_DEFAULTS = (*SAMPLING_FIELDS, "repetition_penalty")   # fields that generation_config.json sets
 P = ParamSpec("P")
 

@@ -33,11 +33,10 @@ KEY = "model.layers.1.mlp.down_proj."
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_format_weights_equal_dequantized_model(tmp_path, name):
-  """int4 holds also 2 and 3 bits and has a kernel. SqueezeLLM is dequantized."""
+  """int4 holds also 2 and 3 bits and has a kernel."""
   quantized, plain = quantized_model(tmp_path, name)
   matrix, bits = check_matrices(quantized, load(plain)[1]), FORMATS[name][2]
-  dtype = np.float32 if "squeezellm" in name else np.uint8 if bits <= 4 else np.int8
-  assert getattr(matrix, "q", matrix).dtype == dtype
+  assert matrix.q.dtype == (np.uint8 if bits <= 4 else np.int8)
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq, act-order", "compressed-tensors, zero points",
@@ -163,11 +162,7 @@ def fill(value): return lambda x: np.full(3, value, np.float32) if x is None els
   ("gptq", "g_idx", lambda x: np.append(x[:-1], np.int32(99)), "g_idx"), ("gptq", "scales", cut, "(scales|qzeros)"),
   ("gptq", "bias", fill(1), "bias"), ("awq", "qzeros", cut, "qzeros"), ("awq", "qweight", remove, "weight"),
   ("compressed-tensors", "weight_packed", cut, "weight_packed"),
-  ("compressed-tensors", "weight_scale", remove, "weight_scale"), ("compressed-tensors", "other", fill(1), "other"),
-  ("squeezellm", "qweight", remove, "qweight is missing"), ("squeezellm", "qweight", cut, r"qweight is \[11, 64\]"),
-  ("squeezellm", "lookup_table", cut, r"lookup_table is \[63, 16\]"), ("squeezellm", "vals", cut, "vals is"),
-  ("squeezellm", "rows", cut, "rows is"), ("squeezellm", "cols", remove, "cols is missing"),
-  ("squeezellm", "cols", fill(96), "cols: the outliers are not in")])
+  ("compressed-tensors", "weight_scale", remove, "weight_scale"), ("compressed-tensors", "other", fill(1), "other")])
 def test_damaged_tensor_raises_with_its_name(tmp_path, name, suffix, change, message):
   folder, _ = quantized_model(tmp_path, name)
   tensors = load_file(folder / "model.safetensors")
@@ -196,8 +191,7 @@ def test_unsupported_quantization_config_raises_with_supported_methods(text, con
 
 def test_describe_names_formats_of_matrices(tmp_path):
   for name, text in (("awq", "awq int4, groups of 32"), ("gptq, int8", "gptq int8, groups of 32"),
-                     ("gptq, one group", "gptq int4, per channel"),
-                     ("squeezellm, 3 bits", "squeezellm int3, per channel, dequantized")):
+                     ("gptq, one group", "gptq int4, per channel")):
     folder, plain = quantized_model(tmp_path / name, name)
     assert open_checkpoint(folder).describe() == f"{text}; embed_tokens, lm_head float32"
     assert open_checkpoint(plain).describe() == "float32"
@@ -219,7 +213,7 @@ def test_describe_mixed_groups_names_both():
 @pytest.mark.parametrize("model,option,message", [
   ("gptq", "int3", "int8, int4, awq"), *[("gptq", x, "gptq: use 'gptq' or ") for x in ("int4", "awq")],
   *[("float", x, "does not match .*/float, which is not quantized: use 'int8', 'int4' or ")
-    for x in ("awq", "fp8", "bitsandbytes", "squeezellm", "gguf")]])
+    for x in ("awq", "fp8", "bitsandbytes", "gguf")]])
 def test_quantization_option_invalid_or_conflicting_raises(tmp_path, model, option, message):
   quantized, plain = quantized_model(tmp_path, "gptq")
   with pytest.raises(InputError, match=f"^quantization='{option}'.*{message}"):

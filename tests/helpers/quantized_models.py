@@ -71,21 +71,6 @@ def with_offsets(name, q, scale, zero, *others):
   return compressed_tensors(name, q, scale, zero, *others) | {f"{name}.weight_offset": offset}
 
 
-def squeezellm(name, q, scale, zero, group_of, bits, config):
-  """As the paper's QuantLinearLUT.pack2: a table of centroids for each row, and sparse outliers to add. Also return the
-  weight that its kernels multiply by."""
-  rng = np.random.default_rng([*name.encode()])
-  table = np.sort(rng.standard_normal((len(q), 2**bits)).astype(np.float32), 1) / 5
-  outliers = rng.standard_normal(q.shape).astype(np.float32) * (rng.random(q.shape) < 0.05)
-  tensors = {"qweight": words(q.T, bits, 0), "lookup_table": table, "weight": np.take_along_axis(table, q, 1)}
-  if "sparse" in config:
-    rows, columns = outliers.nonzero()   # in CSR
-    starts = np.searchsorted(rows, range(len(q) + 1))
-    tensors |= {"rows": starts.astype(np.int32), "cols": columns.astype(np.int32), "vals": outliers[rows, columns],
-                "startrows": np.zeros(128, np.int32), "weight": tensors["weight"] + outliers}
-  return {f"{name}.{suffix}": x for suffix, x in tensors.items()}
-
-
 def compressed(bits, form="pack-quantized", **weights):
   """Return a quantization_config with all keys that compressed-tensors 0.20 writes."""
   config = json.loads((DATA / "compressed_tensors_config.json").read_text())
@@ -116,11 +101,7 @@ FORMATS = {
   "compressed-tensors, int8, zero points": (
     compressed(8, "int-quantized", symmetric=False), compressed_tensors, 8, 32, False),
   "compressed-tensors, act-order": (compressed(4, actorder="group"), compressed_tensors, 4, 32, True),
-  "offsets": (compressed(4), with_offsets, 4, 32, False),
-  "squeezellm": ({"quant_method": "squeezellm", "wbits": 4, "sparse": True}, squeezellm, 4, 0, True),
-  "squeezellm, dense": ({"quant_method": "squeezellm", "wbits": 4}, squeezellm, 4, 0, True),
-  "squeezellm, 3 bits": ({"quant_method": "squeezellm", "wbits": 3, "sparse": True}, squeezellm, 3, 0, True),
-  "squeezellm, 3 bits, dense": ({"quant_method": "squeezellm", "wbits": 3}, squeezellm, 3, 0, True)}
+  "offsets": (compressed(4), with_offsets, 4, 32, False)}
 
 
 def quantized_model(folder: Path, name: str, seed: int = 0) -> tuple[Path, Path]:
@@ -142,7 +123,6 @@ def quantized_model(folder: Path, name: str, seed: int = 0) -> tuple[Path, Path]
     offset = -zero * scale.astype(np.float32)
     if write is with_offsets: offset = offset.astype(np.float16)
     plain[key] = q * scale.astype(np.float32)[:, group_of] + offset[:, group_of]
-    if write is squeezellm: plain[key] = tensors.pop(key)
   tiny_model(folder / "float", **SIZES)
   write_safetensors(folder / "float" / "model.safetensors", plain)
   tiny_model(folder / "quantized", **SIZES, quantization_config=config)

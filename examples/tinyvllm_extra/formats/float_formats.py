@@ -1,5 +1,5 @@
-"""Reads matrices of published formats that are not integers with a scale: 8-bit floats (e4m3), bitsandbytes with 4 bits
-(Dettmers et al. 2023) and SqueezeLLM (Kim et al. 2023). A reader returns None for a matrix without its tensors."""
+"""Reads matrices of published formats that are not integers with a scale: floats (e4m3, e2m1) and bitsandbytes with 4
+bits (Dettmers et al. 2023). A reader returns None for a matrix without its tensors."""
 import json, math
 from collections.abc import Callable
 
@@ -8,10 +8,10 @@ import numpy as np
 from tinyvllm.config import check
 from tinyvllm_extra.kernels.quantized import E2M1, E4M3, Matrix, Quantized, narrow
 
-from .quantization import TensorSource, to_float32, unpack_words
+from .quantization import TensorSource, to_float32
 
 # Endings of tensors that are not read: derived from others, or scales of activations and of the KV cache
-UNUSED = (".weight_shape", ".startrows", ".input_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale")
+UNUSED = (".weight_shape", ".input_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale")
 
 
 def read_any(source: TensorSource, name: str) -> np.ndarray:
@@ -58,22 +58,6 @@ def read_bitsandbytes(source: TensorSource, name: str, shape: tuple[int, int]) -
   return (bits + 0x7fff + (bits >> 16 & 1) >> 16).astype(np.uint16)   # to nearest, ties to even
 
 
-def read_squeezellm(source: TensorSource, name: str, shape: tuple[int, int]) -> Matrix | None:
-  """Read indices into a table for each output, plus a sparse matrix of outliers (rows, cols, vals in CSR)."""
-  if f"{name}.lookup_table" not in source.unread: return None
-  bits = int(source.quantization_config["wbits"])
-  def read(suffix, *shape): return source.array(f"{name}.{suffix}", *shape)
-  q = unpack_words(read("qweight", shape[1] * bits // 32, shape[0]), bits, 0)
-  weight = np.take_along_axis(to_float32(read("lookup_table", shape[0], 2**bits)), q.T, 1)
-  if f"{name}.rows" in source.unread:
-    counts = np.diff(read("rows", shape[0] + 1))
-    columns, values = read("cols", counts.sum()), read("vals", counts.sum())
-    check(columns.min(initial=0) >= 0 <= counts.min() and columns.max(initial=0) < shape[1],
-          f"{name}.cols: the outliers are not in {[*shape]}: download it again")
-    np.add.at(weight, (np.arange(shape[0]).repeat(counts), columns), to_float32(values))
-  return weight.astype(source.dtype, copy=False)
-
-
 def read_stacked(source: TensorSource, name: str, shape: tuple[int, int]) -> Matrix | None:
   """Read matrices of all experts, (experts, in, out), as one with stacked rows."""
   stored = source.unread.get(f"{name}.weight")
@@ -96,6 +80,4 @@ def read_mxfp4(source: TensorSource, name: str, shape: tuple[int, int]) -> Matri
 
 
 READERS: dict[str | None, Callable[[TensorSource, str, tuple[int, int]], Matrix | None]] = {   # by quant_method
-  "fp8": read_e4m3, "compressed-tensors": read_e4m3, "bitsandbytes": read_bitsandbytes, "squeezellm": read_squeezellm,
-  "mxfp4": read_mxfp4}
-DEQUANTIZED = ("bitsandbytes", "squeezellm")   # while loading
+  "fp8": read_e4m3, "compressed-tensors": read_e4m3, "bitsandbytes": read_bitsandbytes, "mxfp4": read_mxfp4}

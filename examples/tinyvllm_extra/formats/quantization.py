@@ -64,13 +64,12 @@ LAYOUTS: dict[str, dict[str, list[Layout]]] = {
   "gptq": {"gptq": [Layout(zero_shift=1)], "gptq_v2": [Layout()]},
   "compressed-tensors": dict.fromkeys(("pack-quantized", "int-quantized", "float-quantized", "mixed-precision"),
                                       COMPRESSED),
-  "fp8": {"e4m3": []}, "bitsandbytes": {"false": []}, "mxfp4": {"mxfp4": []},
-  "squeezellm": {"4": [], "3": []}}   # see float_formats.py
+  "fp8": {"e4m3": []}, "bitsandbytes": {"false": []}, "mxfp4": {"mxfp4": []}}   # see float_formats.py
 VARIANTS = {"awq": "version", "gptq": "checkpoint_format", "compressed-tensors": "format", "fp8": "fmt",
-            "bitsandbytes": "load_in_8bit", "squeezellm": "wbits"}
+            "bitsandbytes": "load_in_8bit"}
 BITS = {"awq": (4,), "gptq": (2, 3, 4, 8), "compressed-tensors": (4, 8)}
 SUPPORTED = ("awq (gemm, int4), gptq (2, 3, 4 or 8 bits), compressed-tensors (weights only, pack-quantized int4 or "
-             "int8, int-quantized, or float-quantized), fp8 (e4m3), bitsandbytes (4 bits), squeezellm (3 or 4 bits)")
+             "int8, int-quantized, or float-quantized), fp8 (e4m3), bitsandbytes (4 bits)")
 
 
 def find_layouts(config: JsonObject) -> list[Layout]:
@@ -97,7 +96,7 @@ def describe(config: JsonObject) -> str:
   """Return method, bits and group size of a quantization_config: "awq int4, groups of 128"."""
   def describe_weights(x):
     if "bnb_4bit_quant_type" in x: return f" {x['bnb_4bit_quant_type']}"
-    bits = next((x[name] for name in ("num_bits", "bits", "w_bit", "wbits") if name in x), None)
+    bits = next((x[name] for name in ("num_bits", "bits", "w_bit") if name in x), None)
     size = x.get("group_size") or 0
     grouping = f"groups of {size}" if size > 0 else f"per {x.get('strategy') or 'channel'}"
     return f" {x.get('type', 'int')}{bits}, {grouping}" if bits else ""

@@ -19,7 +19,7 @@ from tinyvllm_extra.options import check_one_device
 from tinyvllm_extra.text.huggingface import ChatTokenizer, load_tokenizer
 
 from . import fit
-from .float_formats import DEQUANTIZED, READERS, UNUSED, read_stacked
+from .float_formats import READERS, UNUSED, read_stacked
 from .quantization import (T, TensorSource, dequantize, describe, find_layouts, map_rows, pad_rows, quantize,
                            read_matrix, round_scales, split, stack, to_float32)
 from .tensor_files import FLOATS, NUMBERS, StoredTensor, read_safetensors
@@ -169,7 +169,7 @@ class SafetensorsCheckpoint(FastCheckpoint[StoredTensor]):
   def format_of(self, tensor: StoredTensor) -> str:
     name = "bfloat16" if tensor.dtype == np.uint16 else tensor.dtype.name
     if "float" in name and tensor.shape[1] > 1: return name   # bitsandbytes may store its bytes as a column of floats
-    is_native = supports_e4m3() if tensor.dtype == E4M3 else self.method not in DEQUANTIZED
+    is_native = supports_e4m3() if tensor.dtype == E4M3 else self.method != "bitsandbytes"
     return describe(self.quantization_config) + ("" if is_native else ", dequantized")
 
   def read_matrices(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
