@@ -74,7 +74,7 @@ class Options:
 class EngineConfig(Options):
   """Engine options, under vLLM's names."""
   dtype: str = option("auto", "Activation dtype; auto: float32 on a CPU, else float16", choices=DTYPES)
-  max_model_len: int | None = option(None, "Maximum prompt plus output tokens (default: model's)", min=2, max=2**24)
+  max_model_len: int | None = option(None, "Context length in tokens (default: model's)", min=2, max=2**24)
   max_num_seqs: int = option(64, "Maximum running sequences", min=1, max=1024)
   max_num_batched_tokens: int | None = option(None, "Token budget per step (default: 512, CPU 128)", min=1, max=16384)
   block_size: int = option(16, "Tokens per KV cache block", min=1, max=256)

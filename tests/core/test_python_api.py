@@ -34,7 +34,7 @@ def test_signature_and_help_have_every_option(kind, options):
   for name, field in options.__dataclass_fields__.items():
     help = re.escape("" if name == "model" else f"\n    {field.metadata['help']}")
     assert re.search(rf"^{name}: [^=\n]+ = {re.escape(repr(field.default))}{help}$", text, re.M), name
-  assert kind is not LLM or "\nmax_model_len: int | None = None\n    Maximum prompt plus output tokens" in text
+  assert kind is not LLM or "\nmax_model_len: int | None = None\n    Context length in tokens" in text
 
 
 @pytest.mark.parametrize("checker", ["mypy", "pyright"])   # .ci/run outside installs pyright

@@ -40,10 +40,13 @@ def parsing_of(field: dataclasses.Field) -> JsonObject:
   return {"type": integer if item is int else item, "metavar": metavar, **several}
 
 
-def help_of(field: dataclasses.Field) -> str:
-  """Return a field's help text, and its default value unless the text states it."""
+RUN_DEFAULTS = {"temperature": "model's", "max_tokens": "no limit"}   # of `tinyvllm run`
+
+
+def help_of(field: dataclasses.Field, words: str) -> str:
+  """Return a field's help text, and its default value unless the text states it. words: of the command."""
   text = field.metadata["help"]
-  default: object = 0.0 if field.name == "temperature" else field.default
+  default: object = (RUN_DEFAULTS if "MODEL" in words else {"temperature": 0.0}).get(field.name, field.default)
   if field.type is bool: default = "on" if default else "off"
   return (text if "(default: " in text else f"{text} (default: {default})").replace("%", "%%")
 
@@ -105,11 +108,12 @@ def add_flags(command: CommandParser, words: str, *option_classes: Any) -> None:
     if title == "Model":
       command.add_variable("model", "Path or ORG/NAME[:TYPE] (default: bundled)", group, metavar="STR")
     for name in [name for name in names.split() if name in fields]:
-      command.add_variable(name, help_of(fields[name]), group, **parsing_of(fields[name]))
+      command.add_variable(name, help_of(fields[name], words), group, **parsing_of(fields[name]))
   for option_class in option_classes:
     group = command.add_argument_group(f"Rare flags of {option_class.__name__}")
     for field in [x for x in dataclasses.fields(option_class) if x.name not in (*command.variables, "n")]:   # n: 1 here
-      texts[group.add_argument(flag_of(field.name), help=argparse.SUPPRESS, **parsing_of(field))] = help_of(field)
+      action = group.add_argument(flag_of(field.name), help=argparse.SUPPRESS, **parsing_of(field))
+      texts[action] = help_of(field, words)
   log_level = group.add_argument("--log-level", help=argparse.SUPPRESS, choices=["debug", "info", "warning", "error"])
   texts[log_level] = "Lowest level to log (default: info)"
   for name, values in NO_EFFECT.items():
