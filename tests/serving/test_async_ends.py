@@ -1,8 +1,7 @@
 """AsyncLLM: an output that cannot be built ends only its request, and a shutdown ends running and later requests."""
 import asyncio
+import io
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from helpers.commands import run_command
@@ -58,20 +57,11 @@ DELTAS = [{"role": "assistant", "content": ""}, {"reasoning": "hm"}, {"content":
           {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": "{}"}}]}]
 
 
-class Deltas(BaseHTTPRequestHandler):
-  def do_POST(self):
-    self.rfile.read(int(self.headers["Content-Length"]))
-    self.send_response(200)
-    self.end_headers()
-    for delta in DELTAS: self.wfile.write(b"data: %s\n\n" % json.dumps({"choices": [{"delta": delta}]}).encode())
-    self.wfile.write(b"data: [DONE]\n\n")
-
-
-def test_chat_command_skips_deltas_without_content():
-  with HTTPServer(("127.0.0.1", 0), Deltas) as server:
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    run = run_command("chat", "--url", f"http://127.0.0.1:{server.server_port}", stdin="hello\n")
-    server.shutdown()
+def test_chat_command_skips_deltas_without_content(monkeypatch):
+  events = [json.dumps({"choices": [{"delta": delta}]}) for delta in DELTAS] + ["[DONE]"]
+  response = io.BytesIO("".join(f"data: {event}\n\n" for event in events).encode())
+  monkeypatch.setattr("urllib.request.urlopen", lambda request: response)
+  run = run_command("chat", "--url", "http://a.example", stdin="hello\n")
   assert (run.returncode, run.stdout.strip()) == (0, "Yes."), run.stderr
 
 
