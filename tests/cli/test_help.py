@@ -13,7 +13,7 @@ from helpers.commands import run_command, run_process
 from tinyvllm import SamplingParams
 from tinyvllm.config import Options, option
 from tinyvllm_extra.cli import flags as product
-from tinyvllm_extra.cli.flags import CommandParser, HelpFormatter, add_flags, integer, select_options
+from tinyvllm_extra.cli.flags import BenchConfig, CommandParser, HelpFormatter, add_flags, integer, select_options
 from tinyvllm_extra.options import LLMConfig, setup_logging
 from tinyvllm_extra.serving.app import ServerConfig
 
@@ -34,7 +34,7 @@ def help_entries(text):
   return {flags: " ".join(words.split()) for flags, words in entries}
 
 
-ALL = ["run", "generate", "serve", "pull", "list", "rm", "convert", "doctor", "completion"]
+ALL = ["run", "generate", "serve", "bench", "pull", "list", "rm", "convert", "doctor", "completion"]
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS, *ALL])
@@ -79,7 +79,7 @@ def test_help_all_describes_every_option_and_help_hides_rare_ones(command):
 
 def test_every_grouped_flag_is_an_option_and_greedy_is_the_default():
   names = {name for names in product.GROUPS.values() for name in names.split()}
-  kinds = (LLMConfig, SamplingParams, ServerConfig)
+  kinds = (LLMConfig, SamplingParams, ServerConfig, BenchConfig)
   assert names <= {field.name for kind in kinds for field in dataclasses.fields(kind)}
   assert "(default: 0.0)" in help_entries(help_text("generate"))["--temperature FLOAT"]
 

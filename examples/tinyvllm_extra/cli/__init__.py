@@ -20,7 +20,7 @@ from tinyvllm_extra.packages import MissingPackage, optional
 from tinyvllm_extra.sampling.params import SamplingParams
 from tinyvllm_extra.serving.server_config import ServerConfig
 
-from .flags import CommandParser, add_flags, parse_flags
+from .flags import BenchConfig, CommandParser, add_flags, parse_flags
 
 FAILURES = (ValueError, MissingPackage, RuntimeError, subprocess.CalledProcessError)   # printed in one line
 
@@ -50,6 +50,7 @@ def make_parser() -> CommandParser:
     command.add_variable("api_key", "API key for that server (default: none)", server, metavar="STR")
     command.add_variable("prompt", "The prompt, instead of a word (default: none)", metavar="STR")
   add("serve", "Serve the OpenAI API over HTTP", "serve", "server", "[MODEL]", LLMConfig, ServerConfig)
+  add("bench", "Measure speed; MODE: throughput, serve", "bench", "hf", "[MODE] [MODEL]", LLMConfig, BenchConfig)
   for name, text, words in (("pull", "Download a model and print its path", "MODEL"),
                             ("list", "List downloaded models", ""), ("rm", "Delete downloaded models", "MODEL...")):
     command = add(name, text, "downloads")

@@ -17,8 +17,8 @@ class Remote:
     self.flags = flags
     self.url = flags["url"].rstrip("/")
 
-  def generate_stream(self, prompt: Prompt, sampling: JsonObject) -> Iterator[SimpleNamespace]:
-    """Run LLM.generate_stream on the server, for a str or {"messages": [...]}. sampling: fields of
+  def generate_stream(self, prompt: Prompt | list[int], sampling: JsonObject) -> Iterator[SimpleNamespace]:
+    """Run LLM.generate_stream on the server, for a str, token ids or {"messages": [...]}. sampling: fields of
     SamplingParams. Each output has outputs[0].text; the last one also has the finish_reason and the numbers of tokens.
     Raises InputError if the server rejects the request or does not respond, RuntimeError if a step fails there."""
     chat = isinstance(prompt, dict)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from tinygrad import Context, Device, dtypes, nn
 
 from tinyvllm.backend import Devices
-from tinyvllm.config import JsonObject, check, logger
+from tinyvllm.config import JsonObject, ModelConfig, check, logger
 from tinyvllm.llama import Llama
 from tinyvllm_extra import kernels
 from tinyvllm_extra.kernels import drivers
@@ -49,11 +49,9 @@ def estimate_fit(name: str, hf: JsonObject, row: JsonObject, quantization: str |
   # Weights keep the checkpoint's dtype if it is narrower
   stored = min(row["dtype"], hf.get("dtype") or hf.get("torch_dtype"), key=lambda dtype: sizes.get(dtype, 4))
   with Context(DEV="NULL"):   # NULL supports every dtype; empty tensors use no memory
-    fast = kernels.FastBackend()
-    model = model_class(shape, dtypes.float32, fast, Devices())
-    cache = fast.kv_layout(shape, LLMConfig(kv_cache_dtype=kv_cache_dtype, block_size=1),
-                           getattr(dtypes, row["dtype"]))
-  weights = weight_bytes(model_weights(model), quantization, sizes[stored])
+    options = LLMConfig(kv_cache_dtype=kv_cache_dtype, block_size=1)
+    cache = kernels.FastBackend().kv_layout(shape, options, getattr(dtypes, row["dtype"]))
+  weights = weight_bytes(plain_weights(shape, model_class), quantization, sizes[stored])
   # A step reads few rows of the embeddings, but the whole output head
   read = weights - (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * sizes[stored])
   per_token = shape.num_hidden_layers * sum(math.prod(part) * dtype.itemsize for part, dtype in cache)   # bytes
@@ -80,6 +78,11 @@ def model_weights(model: Llama) -> list[Weight]:
   """Return the weights of a model on its devices, each under the name of its first source."""
   return [Weight(f"{next(iter(module.sources))}.{name}", x.ndim, int(x.numel()), x.nbytes())
           for module in model.modules() for name, x in nn.state.get_state_dict(module).items()]
+
+
+def plain_weights(config: ModelConfig, model_class: type[Llama]) -> list[Weight]:
+  """Return the weights of a model that is not quantized, in float32."""
+  with Context(DEV="NULL"): return model_weights(model_class(config, dtypes.float32, kernels.FastBackend(), Devices()))
 
 
 def weight_bytes(weights: Iterable[Weight], quantization: str | None = None, itemsize: int = 4) -> int:
