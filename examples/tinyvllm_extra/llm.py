@@ -118,11 +118,10 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
       stream.tokenizer = types.SimpleNamespace(decode=decode if getattr(params, "detokenize", True) else lambda ids: "")
     return request
 
-  def capture(self, sizes: list[int] | None = None, optional: bool = False, quiet: bool = False) -> Iterator[str]:
+  def capture(self, sizes: list[int] | None = None, optional: bool = False) -> Iterator[str]:
     """Capture greedy and sampled steps, or with `optional` steps with all features, and pad later steps to them. sizes:
-    tokens of a step, powers of two; None: the device's usual ones. quiet: without a progress bar. Yields its progress
-    before each capture."""
-    return graphs.capture(self, sizes, logits.graph_variants(self.runner.model, optional), optional or quiet)
+    tokens of a step, powers of two; None: the device's usual ones. See graphs.capture for what it yields."""
+    return graphs.capture(self, sizes, logits.graph_variants(self.runner.model, optional))
 
   def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
     """Like Engine's. prompt: also {"messages": [{"role", "content"}], "template": {options of the chat template}}."""

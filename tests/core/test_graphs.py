@@ -1,6 +1,7 @@
 """Graph shapes: the graph that a step runs with, and graphs that are captured at startup."""
 import asyncio
 import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,9 @@ from tinyvllm_extra.kernels.graphs import CAPTURE_THRESHOLD, usual_sizes
 from tinyvllm_extra.kernels import FastBackend
 from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.serving.async_engine import AsyncLLM
+
+
+CAPTURED = None, SimpleNamespace(cnt=2)   # of Runner.graphs
 
 
 @pytest.fixture
@@ -48,18 +52,20 @@ def test_choose_graph_captures_immediately_if_padding_doubles_time(fresh):
   runner = fresh().runner
   greedy_key, filtered_key = GraphKey(32, 8), GraphKey(32, 8, SamplerMode.FILTERED)
   assert runner.choose_key(GraphKey(3, 1)) == GraphKey(4, 4)
-  runner.graphs[greedy_key] = None
+  runner.graphs[greedy_key] = CAPTURED
   assert runner.choose_key(GraphKey(20, 1)) == greedy_key
   random_key = GraphKey(20, 1, SamplerMode.RANDOM)
   assert runner.choose_key(random_key).sampler_mode == SamplerMode.RANDOM, "a greedy graph cannot sample"
-  runner.graphs[filtered_key] = None
+  runner.graphs[filtered_key] = CAPTURED
   assert runner.choose_key(random_key) == filtered_key, "a sampling graph serves greedy requests, too"
   assert runner.choose_key(GraphKey(20, 1)) == greedy_key
   assert runner.choose_key(GraphKey(20, 20)).num_rows == 32, "prompt_logprobs need all logits of a prompt"
   # A step's cost is 16 tokens and its own: 16 + 16 < 2 * (16 + 1), but 16 + 32 = 2 * (16 + 8)
   for small, large, chosen in ((8, 16, 16), (8, 32, 8), (1, 16, 16), (1, 32, 1)):
-    runner.graphs = {GraphKey(large, 8): None}
+    runner.graphs = {GraphKey(large, 8): CAPTURED}
     assert runner.choose_key(GraphKey(small, 1)).num_tokens == chosen
+  runner.graphs = {GraphKey(8, 8): (None, SimpleNamespace(cnt=1))}
+  assert runner.choose_key(GraphKey(5, 1)).num_tokens == 8 and runner.choose_key(GraphKey(3, 1)).num_tokens == 4
 
 
 def test_capture_sizes_are_captured_only_at_start(fresh):
@@ -98,7 +104,7 @@ def test_capture_yields_its_progress_and_logs_its_end(fresh, caplog):
   text = "\n".join(record.message for record in caplog.records)
   assert re.search(r"^loaded .* s; a step takes 32 tokens\nKV cache: .*\n"
                    r"captured 2 steps in [\d.]+ s, 0 new kernels$", text, re.M)
-  assert [*llm.capture([1, 2])] == [f"preparing {i} of 4" for i in (1, 2, 3, 4)]
+  assert [*llm.capture([1, 2])] == ["preparing 1 of 4", "", "", ""]
   assert {key.num_tokens for key in llm.runner.graphs} == {1, 2, 8}
 
 
@@ -123,6 +129,27 @@ def test_async_llm_captures_optional_graphs_while_idle(words_folder, monkeypatch
   wait_until(lambda: llm._driver.state is None, "all graphs are captured")
   assert {key.sampler_mode for key in llm.llm.runner.graphs} == {*SamplerMode} and len(llm.llm.runner.graphs) == 4
   assert llm.state == ""
+  llm.shutdown()
+
+
+def test_async_llm_runs_requests_while_it_captures(words_folder, monkeypatch):
+  """The first step has 8 tokens. While the next one is captured, a prompt of 30 tokens takes steps of at most 8."""
+  monkeypatch.setattr(graphs, "FIRST_SIZE", 8)
+  may_capture = threading.Event()
+  capture = LLM.capture
+  def capture_later(*args, **options):
+    for state in capture(*args, **options):
+      yield state
+      assert state or may_capture.wait(60)
+  monkeypatch.setattr(LLM, "capture", capture_later)
+  llm = AsyncLLM(words_folder, prepare=True, cudagraph_capture_sizes=[8, 32], max_num_seqs=8, max_num_batched_tokens=32)
+  async def ask(): return [output async for output in llm.generate(tokens(prompt(30)), greedy(2))]
+  assert asyncio.run(ask())[-1].finished
+  keys = [*llm.llm.runner.graphs]
+  assert keys == [GraphKey(8, 8, SamplerMode.FILTERED)] and llm.llm.scheduler.config.max_num_batched_tokens == 8
+  may_capture.set()
+  llm._driver.capturing.join()
+  assert len(llm.llm.runner.graphs) == 4 and llm.llm.scheduler.config is llm.llm.config
   llm.shutdown()
 
 

@@ -84,8 +84,8 @@ class Chat:
       use_history("read")
       logger.setLevel(max(logger.level, logging.WARNING))   # a line would land next to the prompt
       if isinstance(self.llm, LLM):
-        print("(preparing while you type: 1 s for each step size, 2 to 10 s if kernels compile)", file=sys.stderr)
-        self.captures = self.llm.capture(quiet=True)
+        print("(preparing while you type: below 1 s, or about 10 s if kernels compile)", file=sys.stderr)
+        self.captures = self.llm.capture()
     with contextlib.suppress(EOFError):   # of /bye
       for text in self.inputs():
         try: self.handle(text)
@@ -122,7 +122,7 @@ class Chat:
         use_history("write")
 
   def capture(self, stop: threading.Event) -> None:
-    while not stop.is_set() and next(self.captures, None): pass
+    while not stop.is_set() and next(self.captures, None) is not None: pass
 
   def handle(self, text: str) -> None:
     """Run a command or answer a message."""

@@ -1,7 +1,7 @@
 """CPU: captured steps that run on all cores, allocation in huge pages, and exp2 without branches. tinygrad_patches.py
 installs them in tinygrad."""
-import concurrent.futures, ctypes, dataclasses, functools, mmap, os, pathlib, shutil, sys, threading
-from collections.abc import Callable
+import concurrent.futures, contextlib, ctypes, dataclasses, functools, mmap, os, pathlib, shutil, sys, threading
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import numpy as np
@@ -73,6 +73,7 @@ class CPUGraph(jit.GraphRunner):
   parallel."""
   pool = concurrent.futures.ThreadPoolExecutor(max(1, helpers.NUM_CPU_THREADS.value - 1), "tinyvllm-core")
   running = threading.Lock()   # one step at a time: two would deadlock waiting for cores
+  this_thread = threading.local()   # its `is_building` is True while steps of this thread are built and do not run
 
   @staticmethod
   def supports_uop(devices: list[device.Compiled], call: UOp) -> bool:
@@ -95,6 +96,7 @@ class CPUGraph(jit.GraphRunner):
   def __call__(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int], wait: bool = False) -> None:
     program, usleep = step_program()
     count, cores, _ = self.table.shape
+    if vars(self.this_thread).get("is_building"): return
     done = np.zeros((cores, 8), np.uint64)   # kernels that each core has finished, a cache line per core
     def run(core: int) -> None:   # keeps `done` alive while a core runs
       program.fxn(self.table.ctypes.data, done.ctypes.data, count, cores, usleep, core)
@@ -106,6 +108,14 @@ class CPUGraph(jit.GraphRunner):
       finally:
         done[0] = 2**63   # makes waiting cores return after an interrupt
         concurrent.futures.wait(others)
+
+
+@contextlib.contextmanager
+def building() -> Iterator[None]:
+  """Build the steps of this thread without running them, which would delay those of other threads."""
+  CPUGraph.this_thread.is_building = True
+  try: yield
+  finally: CPUGraph.this_thread.is_building = False
 
 
 def allocate(self: CPUAllocator, size: int, options: device.BufferSpec,

@@ -1,10 +1,10 @@
 """Chooses the graph that a step runs with: its own shape, or a larger one that is captured. Captures graphs at startup,
 so that no request waits for a capture."""
-import collections, itertools, logging, operator, time
+import collections, dataclasses, gc, itertools, logging, operator, time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tinygrad import Device, helpers
+from tinygrad import Device
 
 from tinyvllm import backend
 from tinyvllm.backend import exclusive, renderer
@@ -13,9 +13,12 @@ from tinyvllm.engine import Engine
 from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, Runner, build_step, next_power_of_two
 
+from .cpu import building
+from .step_cache import restore
 from .tinygrad_patches import num_compiled
 
 CAPTURE_THRESHOLD = 16   # requests for a graph shape before it gets its own capture
+FIRST_SIZE = 32   # minimum tokens of the step that is captured first, which runs short prompts and decodes
 Variant = tuple[SamplerMode, object]   # a graph's sampler, and its LogitsPlan or None
 
 
@@ -46,18 +49,21 @@ class FewGraphs(backend.Graphs):
       rows = max(key.num_rows, min(size, runner.max_rows)) if key.num_rows <= runner.max_rows else size
       key = key._replace(num_tokens=size, num_rows=rows)
     sizes = sizes_of(key)
-    larger = [graph for graph in runner.graphs if all(map(operator.ge, sizes_of(graph), sizes))]
+    captured = [graph_key for graph_key, (_, graph) in [*runner.graphs.items()] if graph.cnt > 1]
+    larger = [graph_key for graph_key in captured if all(map(operator.ge, sizes_of(graph_key), sizes))]
     best = min(larger, key=cost, default=key)
     self.num_requested[runner, key] += 1
     can_wait = self.num_requested[runner, key] <= CAPTURE_THRESHOLD and cost(best) < 2 * cost(key)
     return best if self.capture_sizes or can_wait else key
 
   def run(self, runner: Runner, graph: Any, key: GraphKey) -> Any:
-    """Run a step, and log its capture (with level DEBUG during startup)."""
+    """Run a step. Restore or capture it first, and log that (with level DEBUG during startup)."""
     is_new = graph.cnt == 1
     start_time = time.perf_counter()
     num_kernels = num_compiled()
+    stored = restore(runner, graph, key) if is_new else None
     results = graph()
+    if stored: stored.save(graph.captured)
     if is_new and graph.cnt > 1:   # not captured if eager
       Device.default.synchronize()
       level = logging.DEBUG if self.capture_sizes else logging.INFO
@@ -75,23 +81,37 @@ def usual_sizes(runner: Runner) -> list[int]:
   return [size for size in sizes if size in (1, largest) or 8 <= size <= max(64, runner.max_rows)]
 
 
-def capture(engine: Engine, sizes: list[int] | None, variants: Sequence[Variant], quiet: bool) -> Iterator[str]:
+def capture(engine: Engine, sizes: list[int] | None, variants: Sequence[Variant]) -> Iterator[str]:
   """Capture a step of each size and variant, and pad later steps to them. sizes: tokens of a step, powers of two; None:
-  the device's `usual_sizes`. Yields its progress before each capture."""
+  the device's `usual_sizes`. Before each capture, yields its progress, or "" once the captured graphs can run all
+  steps. Then another thread may run steps, which have fewer tokens until all sizes are captured."""
   are_powers = all(x > 0 and x.bit_count() == 1 for x in sizes or ())
   check(are_powers, f"cudagraph_capture_sizes={sizes} must be powers of two")
-  return _capture(engine, sizes, variants, quiet)
+  return _capture(engine, sizes, variants)
 
 
-def _capture(engine: Engine, sizes: list[int] | None, variants: Sequence[Variant], quiet: bool) -> Iterator[str]:
+def _capture(engine: Engine, sizes: list[int] | None, variants: Sequence[Variant]) -> Iterator[str]:
   started = time.perf_counter()
   num_kernels = num_compiled()
   sizes = [] if engine.config.enforce_eager else sorted(sizes or usual_sizes(engine.runner))
   if isinstance(engine.backend.graphs, FewGraphs): engine.backend.graphs.capture_sizes = sizes
+  first = min([size for size in sizes if size >= FIRST_SIZE], default=max(sizes, default=0))
   keys = [GraphKey(size, min(size, engine.runner.max_rows), *variant) for size in sizes for variant in variants]
+  keys.sort(key=lambda key: (key.num_tokens != first, min(key.num_tokens, 2), [-x for x in sizes_of(key)[2:]]))
   steps = [*itertools.product(keys, engine.runners)]
-  for i, (key, runner) in enumerate(helpers.tqdm(steps, desc="capturing steps", disable=quiet or None), 1):
-    yield f"preparing {i} of {len(steps)}"
-    with engine.driving(), exclusive: runner.launch(build_step({}, runner, key))()
+  # Steps of several devices wait for each other, in the order in which they are launched
+  num_needed = len(engine.runners) if len(engine.runner.model.devices.names) == 1 else len(steps)
+  budget = engine.config.max_num_batched_tokens or 0   # the engine has set it
+  largest = max([key.num_tokens for key in engine.runner.graphs], default=0)
+  try:
+    for i, (key, runner) in enumerate(steps):
+      yield f"preparing {i + 1} of {len(steps)}" if i < num_needed else ""
+      with exclusive, building(): runner.launch(build_step({}, runner, key))()
+      largest = max(largest, key.num_tokens)
+      engine.scheduler.config = dataclasses.replace(engine.config, max_num_batched_tokens=min(budget, largest))
+      gc.freeze()   # else each collection would take longer, and delay steps
+  finally:
+    engine.scheduler.config = engine.config
+    gc.unfreeze()
   logger.info(f"captured {len(steps)} steps in {time.perf_counter() - started:.1f} s, "
               f"{num_compiled() - num_kernels} new kernels")

@@ -36,10 +36,7 @@ class KernelFolder:
 
   def begin(self, ast: UOp, renderer: Renderer) -> Callable[[], UOp]:
     """Read a kernel's program, or lower it and start the compiler. Return a function that waits for the program."""
-    flags = getattr(renderer.compiler, "args", None)
-    version = importlib.metadata.version("tinygrad"), __version__, PATCHES.read_bytes(), EXP2
-    key = codegen.to_program_key(ast, renderer), ast.tag, version, self.compiler, flags
-    path = self.path / hashlib.sha256(repr(key).encode()).hexdigest()
+    path = self.file(renderer, ast.key, ast.tag)
     with contextlib.suppress(OSError, zlib.error):   # the file is missing or damaged
       return functools.partial(pickle.loads, zlib.decompress(path.read_bytes()))
     self.compiled += 1
@@ -50,9 +47,22 @@ class KernelFolder:
 
     def finish():
       compiled = program.replace(src=(*program.src[:-1], UOp(Ops.BINARY, arg=binary.result())))
-      new = path.with_suffix(f".{os.getpid()}")
-      with contextlib.suppress(OSError):   # the disk is full
-        new.write_bytes(zlib.compress(pickle.dumps(compiled)))
-        new.replace(path)   # atomic, as another process may read it
+      write(path, zlib.compress(pickle.dumps(compiled)))
       return compiled
     return finish
+
+  def file(self, renderer: Renderer, *content: object) -> pathlib.Path:
+    """Return the file of what `renderer` makes of `content` with these versions, flags and settings."""
+    flags = getattr(renderer.compiler, "args", None)
+    settings = [x.value for x in codegen.to_program_config]
+    version = importlib.metadata.version("tinygrad"), __version__, PATCHES.read_bytes(), EXP2
+    key = content, type(renderer), renderer.target, settings, version, self.compiler, flags
+    return self.path / hashlib.sha256(repr(key).encode()).hexdigest()
+
+
+def write(path: pathlib.Path, data: bytes) -> None:
+  """Write a file at once, since another process may be reading it. Does nothing if the disk is full."""
+  new = path.with_suffix(f".{os.getpid()}")
+  with contextlib.suppress(OSError):
+    new.write_bytes(data)
+    new.replace(path)

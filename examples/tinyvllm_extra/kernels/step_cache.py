@@ -1,0 +1,100 @@
+"""A cache of captured steps on disk: a later process neither traces nor schedules them."""
+import contextlib, functools, hashlib, io, pathlib, pickle, types, zlib
+from typing import Any
+
+from tinygrad import Tensor, UOp, helpers
+from tinygrad.engine import realize
+from tinygrad.engine.jit import CapturedJit, _TinyJit
+from tinygrad.uop.ops import Ops
+
+import tinyvllm
+from tinyvllm.backend import Backend, renderer
+from tinyvllm.runner import GraphKey, Runner
+
+from .kernel_cache import KernelFolder, write
+
+# Packages whose code and objects may determine a step; a step with others is not stored, since they may change
+PACKAGES = {"tinyvllm", "tinyvllm_extra", "tinygrad", "builtins", "collections", "enum", "functools", "pathlib"}
+
+
+@functools.cache
+def source_hash() -> str:
+  """Return a hash of all code of tinyvllm."""
+  folders = pathlib.Path(tinyvllm.__file__).parent, pathlib.Path(__file__).parents[1]
+  files = sorted(file for folder in folders for file in folder.rglob("*.py"))
+  return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+class Writer(pickle.Pickler):
+  """Pickles a runner's state, then a step that reads it. A buffer becomes its number, in order of appearance. Raises
+  PicklingError for objects of other packages."""
+  def __init__(self, file: io.BytesIO):
+    super().__init__(file)
+    self.numbers: dict[UOp, int] = {}
+
+  def persistent_id(self, x: object) -> tuple | None:
+    if isinstance(x, Tensor): return self.persistent_id(x.uop.base), x.shape
+    if not isinstance(x, UOp) or x.op is not Ops.BUFFER or x.arg.device is None: return None
+    return self.numbers.setdefault(x, len(self.numbers)), x.device, x.shape, x.dtype
+
+  def reducer_override(self, x: object) -> Any:
+    """Keep of a compiled kernel only what runs it, and of a backend its class."""
+    if isinstance(x, Backend): return type(x), ()
+    if isinstance(x, type | types.FunctionType) and x.__module__.partition(".")[0] not in PACKAGES:
+      raise pickle.PicklingError(f"{x} may change")
+    if not isinstance(x, UOp) or x.op is not Ops.PROGRAM: return NotImplemented
+    sink, instructions, source, binary = x.src
+    parameters = tuple(op for op in instructions.src if op.op is Ops.PARAM)
+    kept = UOp.sink(arg=sink.arg), instructions.replace(src=parameters), source.replace(arg=""), binary
+    return UOp, (x.op, x.dtype, kept, x.arg)
+
+
+class Reader(pickle.Unpickler):
+  """Reads a step. buffers: of the runner's state, in order of appearance; the step's own ones are new."""
+  def __init__(self, file: io.BytesIO, buffers: list[UOp]):
+    super().__init__(file)
+    self.buffers = dict(enumerate(buffers))
+
+  def persistent_load(self, description: tuple) -> UOp:
+    number, device, (size,), dtype = description
+    return self.buffers.setdefault(number, UOp.new_buffer(device, size, dtype))
+
+
+class StoredStep:
+  """The file of a step, by the code, the state that its runner reads, and the key of its graph."""
+  def __init__(self, folder: KernelFolder, runner: Runner, words: Tensor, key: GraphKey):
+    """Raises PicklingError if other packages determine the step."""
+    self.stream = io.BytesIO()
+    self.writer = Writer(self.stream)
+    self.writer.dump([runner.backend, runner.model, runner.config, runner.logits, runner.kv_caches, runner.ropes,
+                      runner.block_tables, runner.last_tokens, words])
+    self.path = folder.file(renderer(), self.stream.getvalue(), key, source_hash())
+
+  def load(self) -> CapturedJit | None:
+    """Return the step, or None if it is not stored."""
+    with contextlib.suppress(OSError, zlib.error):   # the file is missing or damaged
+      data = zlib.decompress(self.path.read_bytes())
+      linear, outputs = Reader(io.BytesIO(data), [*self.writer.numbers]).load()
+      return CapturedJit([Tensor(x) for x in outputs], linear, [], [])
+    return None
+
+  def save(self, step: CapturedJit) -> None:
+    self.stream.seek(0)
+    self.stream.truncate()
+    self.writer.clear_memo()
+    self.writer.dump((step._linear, [x.uop for x in step.ret]))
+    write(self.path, zlib.compress(self.stream.getvalue(), 1))
+
+
+def restore(runner: Runner, graph: object, key: GraphKey) -> StoredStep | None:
+  """Give a graph that is not captured its step, if that is stored. Return where to save it if it is not."""
+  folder = realize.lower_and_compile
+  is_single = len(runner.model.devices.names) == 1
+  if not (isinstance(graph, _TinyJit) and isinstance(folder, KernelFolder) and is_single and helpers.CACHELEVEL >= 2):
+    return None
+  with contextlib.suppress(pickle.PicklingError):
+    stored = StoredStep(folder, runner, runner.graphs[key][0], key)
+    graph.captured = stored.load()
+    if not graph.captured: return stored
+    graph.cnt = 2
+  return None
