@@ -58,8 +58,14 @@ class UnknownFields:
 unknown_fields = UnknownFields()
 
 
-class Body(pydantic.BaseModel):
-  """A JSON object of a request: its body, or an object inside it."""
+class JsonBody(pydantic.BaseModel):
+  """A JSON object of a request: its body, or an object inside it. with_fields adds most of its fields."""
+  if TYPE_CHECKING:
+    def __getattr__(self, name: str) -> Any: ...
+
+
+class Body(JsonBody):
+  """An object whose unknown fields are logged or refused."""
   model_config = pydantic.ConfigDict(extra="ignore", strict=True)
 
   @pydantic.model_validator(mode="before")
@@ -71,15 +77,12 @@ class Body(pydantic.BaseModel):
       if name not in names and value is not None: unknown_fields.check(name, value)
     return {name: value for name, value in data.items() if name in names and value is not None}
 
-  if TYPE_CHECKING:
-    def __getattr__(self, name: str) -> Any: ...   # the fields of with_fields
 
-
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=JsonBody)
 
 
 def with_fields(**types: object) -> Callable[[type[B]], type[B]]:
   """Class decorator: add fields to a body. A field is optional and may be null, unless its type is a tuple (type,
   default)."""
   fields: Any = {name: x if isinstance(x, tuple) else (operator.or_(x, None), None) for name, x in types.items()}
-  return lambda base: pydantic.create_model(base.__name__, __base__=base, **fields)
+  return lambda base: pydantic.create_model(base.__name__, __base__=base, __doc__=base.__doc__, **fields)

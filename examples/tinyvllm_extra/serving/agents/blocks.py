@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from tinyvllm import CompletionOutput, RequestOutput
 from tinyvllm.config import InputError, JsonObject
 from tinyvllm_extra.serving.answers import Job
-from tinyvllm_extra.serving.fields import unknown_fields
+from tinyvllm_extra.serving.fields import JsonBody, unknown_fields, with_fields
 from tinyvllm_extra.serving.protocol import SAMPLING, ChatCompletionRequest
 from tinyvllm_extra.text import chat_template
 from tinyvllm_extra.text.conversations import INSTRUCTIONS
@@ -22,14 +22,13 @@ IGNORED = {"store", "include", "client_metadata", "metadata", "user", "safety_id
            "stream_options", "max_tool_calls", "inference_geo", "speed", "diagnostics", "betas"}
 
 
-class Tolerant(pydantic.BaseModel):
-  """A JSON object of a request that may have unknown fields."""
+class Tolerant(JsonBody):
+  """An object that may have unknown fields."""
   model_config = pydantic.ConfigDict(extra="allow", strict=True)
 
 
-class Part(Tolerant):
-  type: str
-  text: str | None = None
+@with_fields(text=str)
+class Part(Tolerant): type: str
 
 
 def text_of(content: "str | Iterable[Part] | None", path: str) -> str:

@@ -8,6 +8,7 @@ import pydantic
 from tinyvllm import RequestOutput
 from tinyvllm.config import JsonObject
 from tinyvllm_extra.serving.errors import anthropic_error, internal_error
+from tinyvllm_extra.serving.fields import with_fields
 from tinyvllm_extra.serving.protocol import ChatCompletionRequest, thinking
 from tinyvllm_extra.text.conversations import parse_arguments
 
@@ -17,14 +18,9 @@ from .blocks import Block, BlockBuilder, Part, Tolerant, add_message, chat_reque
 BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:.*\n?")
 
 
+@with_fields(thinking=str, id=str, name=str, input=JsonObject, tool_use_id=str, content=str | list[Part])
 class ContentBlock(Part):
   """A block of text, thinking, a tool's call or its result."""
-  thinking: str | None = None
-  id: str | None = None
-  name: str | None = None
-  input: JsonObject | None = None
-  tool_use_id: str | None = None
-  content: str | list[Part] | None = None
 
 
 class Message(Tolerant):
@@ -32,45 +28,30 @@ class Message(Tolerant):
   content: str | list[ContentBlock]
 
 
-class MessagesTool(Tolerant):
-  name: str
-  description: str | None = None
-  input_schema: JsonObject | None = None   # None: a tool that runs on Anthropic's servers
+@with_fields(name=(str, ...), description=str, input_schema=JsonObject)   # no schema: runs on Anthropic's servers
+class MessagesTool(Tolerant): ...
 
 
-class MessagesToolChoice(Tolerant):
-  type: Literal["auto", "any", "tool", "none"]
-  name: str | None = None
-  disable_parallel_tool_use: bool = False
+@with_fields(name=str, disable_parallel_tool_use=bool)
+class MessagesToolChoice(Tolerant): type: Literal["auto", "any", "tool", "none"]
 
 
-class JSONOutputFormat(Tolerant):
-  type: Literal["json_schema"]
-  schema_: JsonObject | None = pydantic.Field(None, alias="schema")
+@with_fields(schema_=(JsonObject | None, pydantic.Field(None, alias="schema")))
+class JSONOutputFormat(Tolerant): type: Literal["json_schema"]
 
 
-class OutputConfig(Tolerant):
-  format: JSONOutputFormat | None = None
-  effort: str | None = None
+@with_fields(format=JSONOutputFormat, effort=str)
+class OutputConfig(Tolerant): ...
 
 
-class Thinking(Tolerant):
-  type: str
+class Thinking(Tolerant): type: str
 
 
+@with_fields(messages=(list[Message], ...), model=str, system=str | list[Part], max_tokens=int,
+             stop_sequences=list[str], tools=list[MessagesTool], tool_choice=MessagesToolChoice, thinking=Thinking,
+             output_config=OutputConfig, stream=bool)
 class MessagesRequest(Tolerant):
   """Also accepts the sampling parameters of a chat."""
-  messages: list[Message]
-  model: str | None = None
-  system: str | list[Part] | None = None
-  max_tokens: int | None = None
-  stop_sequences: list[str] | None = None
-  tools: list[MessagesTool] | None = None
-  tool_choice: MessagesToolChoice | None = None
-  thinking: Thinking | None = None
-  output_config: OutputConfig | None = None
-  stream: bool | None = None
-
   def to_chat(self) -> ChatCompletionRequest:
     """Return the chat for a body. Raises InputError for content that is not text."""
     messages: list[JsonObject] = []

@@ -8,6 +8,7 @@ from tinyvllm import RequestOutput
 from tinyvllm.config import JsonObject, check
 from tinyvllm_extra.serving.answers import Job
 from tinyvllm_extra.serving.errors import internal_error
+from tinyvllm_extra.serving.fields import with_fields
 from tinyvllm_extra.serving.protocol import ChatCompletionRequest
 
 from .blocks import Block, BlockBuilder, Part, Tolerant, add_message, chat_request, function, named_event, text_of
@@ -21,31 +22,20 @@ ITEMS = {"content": ("message", "msg", "output_text"), "reasoning": ("reasoning"
          "call": ("function_call", "fc", "function_call_arguments")}
 
 
+@with_fields(type=str, role=Literal["user", "assistant", "system", "developer"], content=str | list[Part],
+             summary=list[Part], call_id=str, name=str, arguments=str, input=str, output=str | list[Part])
 class Item(Tolerant):
-  """An input item: a message, a function call, its output, or reasoning."""
-  type: str | None = None   # None: a message
-  role: Literal["user", "assistant", "system", "developer"] | None = None
-  content: str | list[Part] | None = None
-  summary: list[Part] | None = None   # summary of a reasoning item
-  call_id: str | None = None
-  name: str | None = None
-  arguments: str | None = None
-  input: str | None = None   # argument of a custom tool call
-  output: str | list[Part] | None = None
+  """An input item: a message (type: also None), a function call, its output, or reasoning with a summary. input: the
+  argument of a custom tool's call."""
 
 
-class ResponsesTool(Tolerant):
-  type: str
-  name: str | None = None
-  description: str | None = None
-  parameters: JsonObject | None = None
+@with_fields(name=str, description=str, parameters=JsonObject)
+class ResponsesTool(Tolerant): type: str
 
 
+@with_fields(name=str, mode=(Literal["auto", "required"], "auto"), tools=(list[ResponsesTool], []))
 class ResponsesToolChoice(Tolerant):
   type: Literal["function", "allowed_tools"]
-  name: str | None = None
-  mode: Literal["auto", "required"] = "auto"
-  tools: list[ResponsesTool] = []
 
   def for_chat(self) -> JsonObject:
     if self.type == "function": return function(self.name)
@@ -53,33 +43,23 @@ class ResponsesToolChoice(Tolerant):
     return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": functions}}
 
 
-class TextFormat(Tolerant):
-  type: Literal["text", "json_object", "json_schema"]
-  schema_: JsonObject | None = pydantic.Field(None, alias="schema")
+@with_fields(schema_=(JsonObject | None, pydantic.Field(None, alias="schema")))
+class TextFormat(Tolerant): type: Literal["text", "json_object", "json_schema"]
 
 
-class TextOptions(Tolerant):
-  format: TextFormat | None = None
+@with_fields(format=TextFormat)
+class TextOptions(Tolerant): ...
 
 
-class Reasoning(Tolerant):
-  effort: str | None = None
+@with_fields(effort=str)
+class Reasoning(Tolerant): ...
 
 
+@with_fields(input=(str | list[Item], ...), model=str, instructions=str, max_output_tokens=int,
+             tools=list[ResponsesTool], tool_choice=Literal["none", "auto", "required"] | ResponsesToolChoice,
+             parallel_tool_calls=bool, text=TextOptions, reasoning=Reasoning, metadata=JsonObject, stream=bool)
 class ResponsesRequest(Tolerant):
   """Also accepts the sampling parameters of a chat."""
-  input: str | list[Item]
-  model: str | None = None
-  instructions: str | None = None
-  max_output_tokens: int | None = None
-  tools: list[ResponsesTool] | None = None
-  tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
-  parallel_tool_calls: bool | None = None
-  text: TextOptions | None = None
-  reasoning: Reasoning | None = None
-  metadata: JsonObject | None = None
-  stream: bool | None = None
-
   def to_chat(self) -> ChatCompletionRequest:
     """Return the chat for a body. Raises InputError for what needs state or is not text."""
     for name in STATEFUL:
