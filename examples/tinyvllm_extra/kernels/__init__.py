@@ -8,7 +8,6 @@ from tinyvllm.config import logger
 
 from . import drivers, tinygrad_patches
 from .cpu import find_compiler
-from .cuda import CUDABackend
 from .fast_backend import FastBackend
 
 
@@ -38,7 +37,9 @@ def advice(dev: str, path: str | None) -> str:
 
 def make_backend() -> Backend:
   """Return the fastest backend for the default device."""
-  return CUDABackend() if Device.DEFAULT == "CUDA" else FastBackend()
+  if Device.DEFAULT != "CUDA": return FastBackend()
+  from .cuda import CUDABackend   # slow to import
+  return CUDABackend()
 
 
 def prefer_cpu_backend() -> str:

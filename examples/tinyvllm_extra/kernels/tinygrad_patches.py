@@ -7,7 +7,6 @@ from tinygrad import Device, UOp, dtypes, helpers
 from tinygrad.device import BufferSpec, LRUAllocator
 from tinygrad.engine import realize
 from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer
-from tinygrad.runtime.graph.cuda import CUDAGraph
 from tinygrad.runtime.ops_cpu import CPUAllocator
 from tinygrad.uop.ops import Ops, PatternMatcher, UPat
 
@@ -91,16 +90,16 @@ def lock_allocators() -> None:
   replace(LRUAllocator, "alloc", alloc_locked)
 
 
-class RangedGraph(CUDAGraph):
-  """A captured step whose kernels wait only for kernels that use the same range of a buffer. tinygrad's graphs wait for
-  any use of the buffer. Most of a step's memory is one buffer, so devices that read each other would serialize."""
-  def new_node(self, bufs: list, write: list[int]) -> tuple:
-    return super().new_node(self.calls[len(self.nodes)][2], write)
-
-
 def order_kernels_by_ranges() -> None:
   """Capture CUDA steps with RangedGraph. tinygrad orders kernels by whole buffers, which serializes devices that
   read each other's results. Checked with 0.14.0. Remove when CUDAGraph compares ranges of buffers."""
+  from tinygrad.runtime.graph.cuda import CUDAGraph   # slow to import
+
+  class RangedGraph(CUDAGraph):
+    """A captured step whose kernels wait only for kernels that use the same range of a buffer. tinygrad's graphs wait
+    for any use of the buffer. Most of a step's memory is one buffer, so that devices would serialize."""
+    def new_node(self, bufs: list, write: list[int]) -> tuple:
+      return super().new_node(self.calls[len(self.nodes)][2], write)
   Device.default.graph = RangedGraph
 
 
