@@ -43,7 +43,7 @@ def test_chat_command_equals_llm_chat(where, llm, sampling):
 
 def test_chat_command_reports_cuts_and_rates(where, llm):
   """The first answer ends at max_tokens, the second with the context."""
-  lines = ["hello", "/params max_tokens 9999", "/params ignore_eos true", "/retry"]
+  lines = ["hello", "/params max_tokens null", "/params ignore_eos true", "/retry"]
   run = run_command("chat", *where, "--verbose", *flags(max_tokens=5, temperature=0), stdin="\n".join(lines))
   cuts, rates = ([line for line in run.stderr.splitlines() if word in line] for word in ("(cut", " tokens/s"))
   assert "max_tokens=5" in cuts[0] and "context is full" in cuts[1] and len(cuts) == len(rates) == 2, run.stderr

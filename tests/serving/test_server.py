@@ -160,6 +160,20 @@ def test_too_long_prompt_is_400_and_runs_nothing(server, client, folder):
   assert client.completions.create(model=folder.name, prompt=[5] * 127).usage.completion_tokens == 1
 
 
+@pytest.mark.parametrize("path,prompt,name", [
+  ("completions", {"prompt": [5] * 100}, "max_tokens"), ("chat/completions", {"messages": MESSAGES}, "max_tokens"),
+  ("chat/completions", {"messages": MESSAGES}, "max_completion_tokens")])
+def test_output_beyond_the_context_is_400_as_in_vllm(server, path, prompt, name):
+  """Without a limit, the text ends with the context."""
+  def ask(**fields): return server.post(f"/v1/{path}", {**prompt, "ignore_eos": True, "temperature": 0, **fields})
+  usage = ask().json()["usage"]
+  rest = 128 - usage["prompt_tokens"]
+  assert usage["total_tokens"] == ask(**{name: rest}).json()["usage"]["total_tokens"] == 128
+  message = error_of(ask(**{name: rest + 1}), 400)["message"]
+  assert message.startswith("This model's maximum context length is 128 tokens. However, you requested ")
+  assert message.endswith(f"request at most {rest}")
+
+
 LONG = "a" * 10**6
 TOO_LONG = "at most 768 characters. However, the prompt has 1000"   # known without encoding it
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import orjson
 
 from tinyvllm import CompletionOutput, Logprob, RequestOutput, SamplingParams
-from tinyvllm.config import JsonObject
+from tinyvllm.config import JsonObject, check
 from tinyvllm.engine import Request
 from tinyvllm_extra.text.conversations import plain_text
 from tinyvllm_extra.text.huggingface import ChatTokenizer
@@ -69,8 +69,14 @@ class ChoicesBuilder:
   objects = ("", "")   # types of a whole answer and of a chunk
 
   def __init__(self, body: GenerationRequest, job: Job):
+    """Raises InputError if a prompt and the requested output exceed the context, as vLLM does."""
     self.body = body
     self.job = job
+    size = isinstance(body, ChatCompletionRequest) and body.max_completion_tokens or body.max_tokens or 0
+    for seq in [request.sequences[0] for request in job.requests]:
+      check(seq.num_prompt + size <= seq.max_len or job.params.max_tokens != size,   # --override-generation-config
+            f"This model's maximum context length is {seq.max_len} tokens. However, you requested {size} output tokens "
+            f"and your prompt contains {seq.num_prompt} input tokens: request at most {seq.max_len - seq.num_prompt}")
     self.head: JsonObject = {"id": f"{self.kind}-{job.id}", "created": job.created, "model": job.model_name,
                              "object": self.objects[bool(body.stream)]}
     options = body.stream_options or StreamOptions()
