@@ -8,12 +8,11 @@ FOLDER = pathlib.Path(__file__).with_name("page")
 
 @functools.cache
 def chat_page() -> HTMLResponse:
-  paths = [*sorted(FOLDER.glob("vendored/*.js")), *sorted(FOLDER.glob("*.js"))]
-  scripts = [path.read_text("utf-8").replace("<!--", r"\x3C!--") for path in paths]   # in HTML, <!-- has a meaning
+  index, style = ((FOLDER / name).read_text("utf-8") for name in ("index.html", "page.css"))
+  scripts = [path.read_text("utf-8").replace("<!--", r"\x3C!--")   # in HTML, <!-- has a meaning
+             for folder in ("vendored", ".") for path in sorted((FOLDER / folder).glob("*.js"))]
   digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-  parts = {"HASHES": " ".join(f"'sha256-{digest}'" for digest in digests),
-           "SCRIPTS": "".join(f"<script>{script}</script>\n" for script in scripts),
-           "STYLES": (FOLDER / "page.css").read_text("utf-8")}
-  page = (FOLDER / "index.html").read_text("utf-8")
-  for name, part in parts.items(): page = page.replace(name, part, 1)
+  sources = " ".join(f"'sha256-{digest}'" for digest in digests)
+  tags = "".join(f"<script>{script}</script>\n" for script in scripts)
+  page = index.replace("HASHES", sources).replace("STYLES", style).replace("SCRIPTS", tags)
   return HTMLResponse(page, headers={"Content-Security-Policy": "frame-ancestors 'none'"})   # meta cannot set it

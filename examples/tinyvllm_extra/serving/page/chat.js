@@ -23,15 +23,10 @@ async function answer(messages, isContinued = false) {
   const target = state.chat, before = target.messages, last = messages.at(-1), controller = new AbortController()
   const {signal} = controller, isOpen = () => state.running === controller, now = () => performance.now()
   let tokens = 0, started, first, end, failure, timer
-  const draw = () => {
-    timer = null
-    if (isOpen()) paint()
-  }
   target.messages = messages
   state.chats.set(target.id, target)
   save(target)
-  Object.assign(state, {follow: true, error: ""})
-  setRunning(controller)
+  setRunning(controller, {follow: true, error: ""})
   try {
     const history = isContinued ? messages : messages.slice(0, -1)
     const response = await openWithRetry(history, isContinued, signal, () => { started = now() })
@@ -46,7 +41,7 @@ async function answer(messages, isContinued = false) {
       const elapsed = now() - first.at, rate = elapsed > 10 ? (tokens - first.tokens) / elapsed * 1000 : 0
       last.stats = `${tokens} tokens${rate ? `, ${rate.toFixed(1)} tokens/s` : ""}` +
                    `, first token after ${((first.at - started) / 1000).toFixed(2)} s`
-      timer ??= setTimeout(draw, 3 * state.paintTime)   // drawing takes at most a quarter of the time
+      timer ??= setTimeout(() => { timer = isOpen() && paint() }, 3 * state.paintTime)   // a quarter of the time
     }
   } catch (e) { failure = e }
   last.stats ||= "no tokens"
@@ -56,16 +51,13 @@ async function answer(messages, isContinued = false) {
   if (!hasAnswer) target.messages = isOpen() ? before : messages.slice(0, -1)
   save(target)
   if (!isOpen()) return true   // another chat is open
-  if (failure && !signal.aborted) {
-    state.error = failure.message
-    waitForServer()
-  }
-  setRunning(null)
+  setRunning(null, {error: signal.aborted ? "" : failure?.message})
+  if (failure) waitForServer()
   return !!hasAnswer
 }
 
-function setRunning(running) {
-  update({running})
+function setRunning(running, fields) {
+  update({running, ...fields})
   $("text").focus()
 }
 
@@ -103,9 +95,7 @@ function leaveEdit() {
 }
 
 /** Returns the versions of an answer, oldest first. */
-function versionsOf({versions, shown, ...version}) {
-  return versions?.[shown] ? versions.with(shown, version) : [version]
-}
+const versionsOf = ({versions, shown, ...version}) => versions?.[shown] ? versions.with(shown, version) : [version]
 
 function showVersion(shown) {
   const {messages} = state.chat, versions = versionsOf(messages.at(-1))
@@ -121,12 +111,11 @@ function regenerate() {
 function goOn() { answer(state.chat.messages.with(-1, {...state.chat.messages.at(-1)}), true) }
 
 /** Attaches text files to the next message. */
-async function attach(files) {
-  for (const file of files) {
-    const text = await file.text()
-    if (text.includes("\0")) note(`${file.name} was not attached: it is not a text file.`)
-    else update({files: [...state.files, {name: file.name, text}]})
-  }
+async function attach(list) {
+  const files = await Promise.all([...list].map(async file => ({name: file.name, text: await file.text()})))
+  const binary = files.find(({text}) => text.includes("\0"))
+  if (binary) note(`${binary.name} was not attached: it is not a text file.`)
+  else update({files: [...state.files, ...files]})
 }
 
 /** Opens a chat, by default a new one. A question without an answer goes back to the input box. */
@@ -135,14 +124,14 @@ function open(chat = {id: `${Date.now()}`, messages: []}) {
   state.running?.abort()
   leaveEdit()
   const last = chat.messages.at(-1)
-  Object.assign(state, {chat, follow: true, error: "", note: "", undo: null})
+  Object.assign(state, {chat, note: "", undo: null})
   if (last?.role === "user") {
     Object.assign(state, {chat: {...chat, messages: chat.messages.slice(0, -1)}, files: last.files ?? []})
     $("text").value = last.content
   }
   store("current", chat.id, "sessionStorage")
   if (!wide.matches) show("chats", false)
-  setRunning(null)
+  setRunning(null, {follow: true, error: ""})
 }
 
 function change(chat, fields) {

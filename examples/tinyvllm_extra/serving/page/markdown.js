@@ -25,8 +25,6 @@ const scroller = (name, content) => html`
   <div class="scroll" role="group" aria-label=${name} tabindex="0">${content}</div>`
 
 const RENDERERS = {   // of the other tokens
-  space: () => null,
-  def: () => null,
   checkbox: ({checked}) => checked ? "☑ " : "☐ ",
   code: ({text, lang}) => html`<${Code} source=${`${text}\n`} language=${lang?.match(/^\S+/)?.[0]} />`,
   codespan: ({text}) => html`<code>${text}</code>`,
@@ -44,14 +42,13 @@ const rendered = tokens => tokens?.map(token => RENDERERS[token.type]?.(token) ?
   (TAGS[token.type] ? preact.h(TAGS[token.type], null, rendered(token.tokens))
                     : token.tokens ? rendered(token.tokens) : decoded(token.text ?? "")))
 
-/** A component that is rendered only if its properties change. */
-class Constant extends preact.Component {
+/** Returns a component that is drawn only if its properties change. */
+const constant = draw => class extends preact.Component {
   shouldComponentUpdate(next) { return Object.keys(next).some(name => next[name] !== this.props[name]) }
+  render(properties) { return draw(properties) }
 }
 
-class Markdown extends Constant {
-  render({source}) { return html`<div class="markdown">${rendered(marked.lexer(source))}</div>` }
-}
+const Markdown = constant(({source}) => html`<div class="markdown">${rendered(marked.lexer(source))}</div>`)
 
 const formula = ({tex, isDisplay, raw}) => html`<span ref=${element => {
   if (!element || element.raw === raw) return
@@ -60,27 +57,22 @@ const formula = ({tex, isDisplay, raw}) => html`<span ref=${element => {
 }} />`
 
 /** Highlighted code below its language and a copy button. */
-class Code extends Constant {
-  render({source, language = ""}) {
-    const isKnown = hljs.getLanguage(language) && source.length <= MAX_CODE
-    const content = isKnown ? hljs.highlight(source, {language})._emitter.rootNode.children.map(span) : source
-    return html`<div class="code"><div><small>${language.slice(0, 20)}</small>
-      ${button("Copy code", event => copy(source, event.target))}</div>
-      ${scroller("Code", html`<pre><code>${content}</code></pre>`)}</div>`
-  }
-}
+const Code = constant(({source, language = ""}) => {
+  const isKnown = hljs.getLanguage(language) && source.length <= MAX_CODE
+  const content = isKnown ? hljs.highlight(source, {language})._emitter.rootNode.children.map(span) : source
+  return html`<div class="code"><div><small>${language.slice(0, 20)}</small>
+    ${button("Copy code", () => copy(source))}</div>
+    ${scroller("Code", html`<pre><code>${content}</code></pre>`)}</div>`
+})
 
 const span = node => node.children
   ? html`<span class=${`hljs-${node.scope?.split(".")[0]}`}>${node.children.map(span)}</span>` : node
 
-async function copy(words, button) {
+async function copy(words) {
   try { await navigator.clipboard.writeText(words) } catch {   // not available over plain http
-    const area = Object.assign(document.createElement("textarea"), {value: words})
-    document.body.append(area)
-    area.select()
+    const setData = handler(event => event.clipboardData.setData("text/plain", words))
+    document.addEventListener("copy", setData, {once: true})
     document.execCommand("copy")
-    area.remove()
-    button.focus()
   }
   note("Copied.")
 }

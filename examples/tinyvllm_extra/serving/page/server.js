@@ -13,24 +13,22 @@ async function request(path, body, signal) {
   })
   if (response.ok) return response
   if (response.status === 401) show("settings", true)
-  let message = await response.text()
-  try { message = JSON.parse(message).error.message } catch { }   // not JSON: a proxy's error page
-  const hint = HINTS[response.status], words = `${response.status}: ${message}`
+  const text = await response.text(), hint = HINTS[response.status]   // text: JSON, or a proxy's error page
+  const words = `${response.status}: ${attempt(() => JSON.parse(text).error.message, text)}`
   throw failure(response.status, hint ? `${hint} (${words}).` : words)
 }
 
 /** Waits until the server is ready or refuses. Shows its state meanwhile. */
-function waitForServer() {
-  return waiting ??= loop().finally(() => { waiting = null })
-  async function loop() {
-    for (; ; await pause(1000)) {
-      try {
-        await request("health")
-        const models = (await (await request("v1/models")).json()).data, {light} = state.server
-        return update({models, server: {light: "ready", words: "Ready"}, note: light === "ready" ? state.note : ""})
-      } catch (e) { if (!showState(e)) return }
-    }
-  }
+const waitForServer = () => waiting ??= checkServer().finally(() => { waiting = null })
+
+async function checkServer() {
+  try {
+    await request("health")
+    const models = (await (await request("v1/models")).json()).data, {light} = state.server
+    return update({models, server: {light: "ready", words: "Ready"}, note: light === "ready" ? state.note : ""})
+  } catch (e) { if (!showState(e)) return }
+  await pause(1000)
+  await checkServer()
 }
 
 /** Shows why a request failed. Returns whether to try it again. */
@@ -64,8 +62,8 @@ function fenced({name, text}) {
 last message. */
 async function openStream(history, isContinued, signal) {
   const {fields, chatFields, system} = options(), start = system ? [{role: "system", content: system}] : []
-  const more = {stream: true, stream_options: {include_usage: true}, ...fields}
-  if (state.models.length > 1) more.model = modelInUse().id
+  const model = state.models.length > 1 && {model: modelInUse().id}
+  const more = {stream: true, stream_options: {include_usage: true}, ...fields, ...model}
   const messages = [...start, ...history.flatMap(forServer)], {content} = history.at(-1)
   if (isContinued) Object.assign(messages.at(-1), {content})   // with its reasoning
   const open = isContinued ? {continue_final_message: true, add_generation_prompt: false} : {}
@@ -81,28 +79,26 @@ async function openStream(history, isContinued, signal) {
 }
 
 /** Calls openStream once the server is ready. Retries once if the server does not respond. */
-async function openWithRetry(history, isContinued, signal, onStart) {
-  for (let failures = 0; ;) {
-    onStart()
-    try { return await openStream(history, isContinued, signal) } catch (e) {
-      if (signal.aborted || e.status !== 503 && (e.status !== 0 || failures++)) throw e
-      showState(e)
-      await Promise.race([pause(1000).then(waitForServer), new Promise((_, reject) => { signal.onabort = reject })])
-    }
+async function openWithRetry(history, isContinued, signal, onStart, failures = 0) {
+  onStart()
+  try { return await openStream(history, isContinued, signal) } catch (e) {
+    if (signal.aborted || e.status !== 503 && (e.status !== 0 || failures)) throw e
+    showState(e)
+    await Promise.race([pause(1000).then(waitForServer), new Promise((_, reject) => { signal.onabort = reject })])
+    return openWithRetry(history, isContinued, signal, onStart, failures + (e.status === 0))
   }
 }
 
 /** Yields the server-sent events up to [DONE]. */
 async function* events(response, signal) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader()
-  for (let rest = ""; ;) {
-    const {value, done} = await reader.read().catch(e => { if (signal.aborted) throw e; return {done: true} })
-    if (done) throw new Error("The connection closed before the answer was complete.")
-    const lines = (rest + value).split("\n")
-    rest = lines.pop()
-    for (const data of lines.filter(x => x.startsWith("data: ")).map(x => x.slice(6).trim())) {
-      if (data === "[DONE]") return
-      yield JSON.parse(data)
+  for (let lines = [""]; ;) {
+    const {value} = await reader.read().catch(e => signal.aborted ? Promise.reject(e) : {})
+    if (value === undefined) throw new Error("The connection closed before the answer was complete.")
+    lines = (lines.at(-1) + value).split("\n")
+    for (const line of lines.slice(0, -1).filter(x => x.startsWith("data: "))) {
+      if (line.trim() === "data: [DONE]") return
+      yield JSON.parse(line.slice("data: ".length))
     }
   }
 }

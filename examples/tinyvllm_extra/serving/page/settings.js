@@ -33,8 +33,7 @@ that are not a list. */
 function options() {
   const {system = "", tools, thinking} = state.settings, isOn = thinking === "yes"
   const sent = SETTINGS.filter(([, name, , kind]) => state.settings[name] && PARSERS[kind] && name !== "thinking")
-  let list
-  try { list = JSON.parse(tools || "[]") } catch { }
+  const list = parsed(tools || "[]")
   if (!Array.isArray(list)) throw new Error("Settings: Tools must be a JSON list in OpenAI's format.")
   const template = {chat_template_kwargs: {enable_thinking: isOn, thinking: isOn}}   // names of two families of models
   return {system: system.trim(), chatFields: {...(list.length && {tools: list}), ...(thinking && template)},
@@ -69,7 +68,7 @@ function Setting([, name, label, kind, help]) {
 
 const Settings = () => html`<section id="settings" aria-label="Settings" inert=${isDrawer()}
   hidden=${!state.shown.settings}>
-  <div class="row" role="group" aria-label="Presets">${Object.keys(PRESETS).map(name =>
-    button(name, () => applyPreset(name), {class: "outlined"}))}</div>
+  <div class="row" role="group" aria-label="Presets">
+    ${Object.keys(PRESETS).map(name => button(name, () => applyPreset(name)))}</div>
   ${["Conversation", "Sampling", "Output", "This page"].map(group => html`<fieldset><legend>${group}</legend>
     ${SETTINGS.filter(x => x[0] === group).map(Setting)}</fieldset>`)}</section>`

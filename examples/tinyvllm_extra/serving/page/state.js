@@ -16,6 +16,9 @@ const Chat = s.type({messages: Messages, title: OptionalText, pinned: s.optional
 const ExportedFile = s.type({format: s.literal(FORMAT), chats: s.array(Chat)})
 
 const wide = matchMedia("(min-width: 50.01rem)"), html = htm.bind(preact.h)
+const attempt = (action, other) => { try { return action() } catch { return other } }
+const parsed = text => attempt(() => JSON.parse(text))
+const load = (name, storage = "localStorage") => parsed(attempt(() => window[storage].getItem(`tinyvllm ${name}`)))
 const state = {
   chats: new Map(), chat: {id: "", messages: []},   // by id; the open one
   running: null,      // AbortController of the answer in progress
@@ -40,13 +43,8 @@ function store(name, value, storage = "localStorage") {
   } catch { note("The browser's storage is full or blocked: new messages are lost when the page is closed.") }
 }
 
-function load(name, storage = "localStorage") {
-  try { return JSON.parse(window[storage].getItem(`tinyvllm ${name}`)) } catch { return null }
-}
-
 function readChats() {
-  let names = []
-  try { names = Object.keys(localStorage).filter(x => x.startsWith("tinyvllm chat ")) } catch { }
+  const names = attempt(() => Object.keys(localStorage), []).filter(x => x.startsWith("tinyvllm chat "))
   for (const id of names.map(x => x.slice("tinyvllm chat ".length))) {
     const stored = load(`chat ${id}`), chat = Array.isArray(stored) ? {messages: stored} : stored   // list: older page
     if (s.is(chat, Chat)) state.chats.set(id, {...chat, id})
@@ -54,7 +52,7 @@ function readChats() {
 }
 
 /** Returns a chat's messages without an answer that has no tokens yet. */
-const finished = ({messages}) => messages.filter(x => x.role === "user" || x.stats || x.versions)
+const finished = ({messages}) => messages.filter(x => x.role === "user" || x.stats || x.content || x.versions)
 
 function save(chat) {
   if (!state.chats.has(chat.id)) return   // deleted in the meantime
@@ -91,10 +89,9 @@ async function importChats([file]) {
   const known = new Set([...state.chats.values()].map(chat => text(finished(chat))))
   const added = chats.filter(chat => !known.has(text(chat.messages)))
   let id = Date.now()
-  for (const {messages, ...more} of added) {
+  for (const chat of added) {
     while (state.chats.has(`${id}`)) id++
-    const marked = messages.map(x => x.role === "user" ? x : {...x, stats: x.stats || "imported"})
-    state.chats.set(`${id}`, {...more, id: `${id}`, messages: marked})
+    state.chats.set(`${id}`, {...chat, id: `${id}`})
     save(state.chats.get(`${id}`))
   }
   note(`${added.length} of ${chats.length} chats imported` +

@@ -5,7 +5,7 @@ const EXAMPLES = ["Explain in three sentences why the sky is blue.", "Write a Py
 const SHORTCUTS = {   // what they do, and how, unless the browser does it
   "Enter": ["Send", submit],
   "Shift+Enter": ["New line"],
-  "Ctrl+K": ["Search chats", startSearch],
+  "Ctrl+K": ["Search chats", () => show("chats", true, "search")],
   "Ctrl+Shift+O": ["New chat", () => open()],
   "Escape": ["Stop the answer, leave editing, close what is open", escapeFrom],
   "?": ["This list", () => $("shortcuts").showModal()],
@@ -16,6 +16,10 @@ const toggle = (words, id) =>
   button(words, () => show(id), {"aria-controls": id, "aria-expanded": state.shown[id], id: `toggle-${id}`})
 const FileInput = ({onFiles, ...more}) => html`<input type="file" hidden ...${more}
   onClick=${({target}) => { target.value = "" }} onChange=${({target}) => onFiles(target.files)} />`
+const handler = action => event => {
+  event.preventDefault()
+  action(event)
+}
 const isDrawer = () => !wide.matches && state.shown.chats
 
 function paint() {
@@ -26,10 +30,10 @@ function paint() {
 }
 
 /** Opens or closes a panel. On a narrow page the list of chats is a drawer: the rest is inert while it is open. */
-function show(id, isShown = !state.shown[id]) {
+function show(id, isShown = !state.shown[id], focused = id === "chats" && isShown && !wide.matches ? "new" : "") {
   state.shown[id] = isShown
   paint()
-  if (id === "chats" && isDrawer()) $("new").focus()
+  $(focused)?.focus()
 }
 
 const Page = () => html`<${Header} /><${Chats} />
@@ -42,7 +46,7 @@ const Page = () => html`<${Header} /><${Chats} />
     <${Form} /></main>
   <dialog id="shortcuts" aria-labelledby="keys"><h2 id="keys">Keyboard shortcuts</h2>
     <dl>${Object.entries(SHORTCUTS).map(([key, [words]]) => html`<dt><kbd>${key}</kbd></dt><dd>${words}</dd>`)}</dl>
-    ${button("Close", () => $("shortcuts").close(), {class: "outlined"})}</dialog>`
+    ${button("Close", () => $("shortcuts").close())}</dialog>`
 
 const Header = () => html`<header>${toggle("Chats", "chats")}
   <h1>tinyvllm <small id="model" hidden=${state.models.length > 1}>${modelInUse()?.id}</small></h1>
@@ -60,9 +64,8 @@ function Chats() {
       onInput=${({target}) => update({search: target.value})} />
     <ul hidden=${hasNone}>${found.map(chat => html`<${Row} key=${chat.id} chat=${chat} />`)}</ul>
     <p hidden=${!hasNone}>No chat has this text.</p>
-    <div class="row">${button("Import", () => $("import").click(), {class: "outlined"})}
-      ${button(isAll ? "Export all" : `Export ${found.length} found`, exportChats,
-               {class: "outlined", disabled: !found.length})}</div>
+    <div class="row">${button("Import", () => $("import").click())}
+      ${button(isAll ? "Export all" : `Export ${found.length} found`, exportChats, {disabled: !found.length})}</div>
     <${FileInput} id="import" accept=".json" aria-label="File of chats" onFiles=${importChats} /></nav>`
 }
 
@@ -76,7 +79,7 @@ function Row({chat}) {
 
 const Conversation = () => html`
   <section id="empty" aria-label="Examples" hidden=${state.chat.messages.length > 0}><h2>Ask a question</h2>
-    ${!state.chat.messages.length && EXAMPLES.map(words => button(words, () => send(words), {class: "outlined"}))}
+    ${!state.chat.messages.length && EXAMPLES.map(words => button(words, () => send(words)))}
   </section>
   <div id="log" role="log" aria-live="polite" aria-label="Conversation" aria-busy=${!!state.running} tabindex="0"
     onScroll=${({target: x}) => { state.follow = x.scrollHeight - x.scrollTop - x.clientHeight < 40 }}>
@@ -88,7 +91,7 @@ const Question = ({message: {content, files = []}, at}) => html`
   <article class=${state.editing?.at === at ? "user editing" : "user"} aria-label="You">
     ${files.map(({name, text}) => html`<${Fold} name=${name}><${Code} source=${text} /><//>`)}
     <div>${content}</div>
-    <footer>${button("Copy", event => copy(content, event.target))}${button("Edit", () => edit(at))}</footer></article>`
+    <footer>${button("Copy", () => copy(content))}${button("Edit", () => edit(at))}</footer></article>`
 
 function Answer({message, at}) {
   const {thought, answer} = split(message), isLast = at === state.chat.messages.length - 1 && !state.running
@@ -100,39 +103,32 @@ function Answer({message, at}) {
       <${Code} source=${indented(source)} language="json" />
       ${!isLast && result && html`<${Code} source=${result} />`}<//>`)}
     ${isLast && calls.length > 0 && html`<${Results} calls=${calls} />`}
-    <footer><small>${stats || "…"}</small>
+    <footer><small>${stats || state.running && "…"}</small>
       ${used && limit && html`<span>context: ${used.toLocaleString("en")} of ${limit.toLocaleString("en")}</span>`}
       ${isLast && html`<${Versions} message=${message} />`}
-      ${button("Copy", event => copy(answer, event.target))}
+      ${button("Copy", () => copy(answer))}
       ${isLast && button("Regenerate", regenerate)}${isLast && isCut && button("Continue", goOn)}</footer></article>`
 }
 
 const Fold = ({name, children, ...more}) => html`<details ...${more}><summary>${name}</summary>${children}</details>`
 
-const Results = ({calls}) => html`<form class="results" onSubmit=${event => {
-  event.preventDefault()
-  answer([...state.chat.messages, newAnswer()])
-}}>${calls.map(call => html`<label>Result of ${call.name}
+const Results = ({calls}) => html`
+  <form class="results" onSubmit=${handler(() => answer([...state.chat.messages, newAnswer()]))}>
+    ${calls.map(call => html`<label>Result of ${call.name}
     <textarea rows="1" required value=${call.result ?? ""} onInput=${({target}) => { call.result = target.value }} />
-  </label>`)}<button class="outlined">Send results</button></form>`
+  </label>`)}<button>Send results</button></form>`
 
-function Versions({message}) {
-  const num = versionsOf(message).length, {shown = 0} = message
-  return num > 1 && html`<span>
-    ${button("‹", () => showVersion(shown - 1), {"aria-label": "Previous version", disabled: shown === 0})}
-    ${shown + 1}/${num}
-    ${button("›", () => showVersion(shown + 1), {"aria-label": "Next version", disabled: shown === num - 1})}</span>`
+function Versions({message: {shown, versions = []}}) {
+  const step = (words, name, by) =>
+    button(words, () => showVersion(shown + by), {"aria-label": `${name} version`, disabled: !versions[shown + by]})
+  return versions.length > 1 && html`<span>
+    ${step("‹", "Previous", -1)} ${shown + 1}/${versions.length} ${step("›", "Next", 1)}</span>`
 }
 
-function indented(text) {
-  try { return JSON.stringify(JSON.parse(text), null, 2) } catch { return text }   // incomplete
-}
+const indented = text => parsed(text) === undefined ? text : JSON.stringify(parsed(text), null, 2)   // or incomplete
 
-const Form = () => html`<form id="form" onSubmit=${event => {
-  event.preventDefault()
-  if (state.running) state.running.abort()
-  else submit()
-}}>
+const Form = () => html`
+  <form id="form" onSubmit=${handler(() => state.running ? state.running.abort() : submit())}>
   ${state.files.length > 0 && html`<ul class="row" aria-label="Attached files">${state.files.map((file, i) => html`
     <li>${file.name}${button("✕", () => update({files: state.files.toSpliced(i, 1)}),
                              {"aria-label": `Remove ${file.name}`})}</li>`)}</ul>`}
@@ -161,16 +157,9 @@ document.onkeydown = event => {
   action()
 }
 
-function startSearch() {
-  show("chats", true)
-  $("search").focus()
-}
-
 function escapeFrom() {
-  if (isDrawer()) {
-    show("chats", false)
-    $("toggle-chats").focus()
-  } else if (state.running) state.running.abort()
+  if (isDrawer()) show("chats", false, "toggle-chats")
+  else if (state.running) state.running.abort()
   else if (state.editing) leaveEdit()
   else show("settings", false)
 }
