@@ -48,7 +48,7 @@ async function answer(messages, isContinued = false) {
   last.stats += signal.aborted ? ", stopped" : failure || end === "stop" ? "" : ` (${end})`
   last.isCut = end === "length" || failure && first ? true : undefined
   const hasAnswer = first || !failure
-  if (!hasAnswer) target.messages = isOpen() ? before : messages.slice(0, -1)
+  if (!hasAnswer) target.messages = isOpen() || before.length === messages.length ? before : messages.slice(0, -1)
   save(target)
   if (!isOpen()) return true   // another chat is open
   setRunning(null, {error: signal.aborted ? "" : failure?.message})

@@ -47,9 +47,8 @@ function forServer(message) {
   const {role, content, calls = [], files = []} = message
   if (role === "user") return [{role, content: [...files.map(fenced), content].join("\n\n")}]
   const tool_calls = calls.map(({id, result, ...called}) => ({id, type: "function", function: called}))
-  const results = calls.filter(x => x.result)
   return [{role, content: split(message).answer, ...(calls.length && {tool_calls})},
-          ...results.map(x => ({role: "tool", tool_call_id: x.id ?? x.name, content: x.result}))]
+          ...calls.filter(x => x.result).map(x => ({role: "tool", tool_call_id: x.id ?? x.name, content: x.result}))]
 }
 
 /** Returns a file as a code block with its name. Its fence is longer than those in the file. */

@@ -6,8 +6,7 @@ const Call = s.type({id: OptionalText, name: s.string(), arguments: s.string(), 
 const Version = s.type({   // of a message; what all but content and files hold is of answers
   content: s.string(), files: s.optional(s.array(s.type({name: s.string(), text: s.string()}))),
   reasoning: OptionalText, calls: s.optional(s.array(Call)), stats: OptionalText,
-  used: s.optional(s.number()), isCut: s.optional(s.boolean()),   // tokens of context; whether it can go on
-})
+  used: s.optional(s.number()), isCut: s.optional(s.boolean())})   // tokens of context; whether it can go on
 const Message = s.assign(Version, s.type({   // shown: index of the version that the message shows
   role: s.enums(["user", "assistant"]), versions: s.optional(s.array(Version)), shown: s.optional(s.number())}))
 const Messages = s.refine(s.nonempty(s.array(Message)), "order", list => list.every(({role}, i) =>
@@ -23,8 +22,7 @@ const state = {
   chats: new Map(), chat: {id: "", messages: []},   // by id; the open one
   running: null,      // AbortController of the answer in progress
   editing: null,      // {at, draft, files}: index of the edited message, previous content of the input box
-  files: [],          // attached to the next message
-  follow: true,       // false: the user has scrolled up
+  files: [], follow: true,   // attached to the next message; false: the user has scrolled up
   note: "", undo: null, error: "", search: "",
   shown: {chats: wide.matches, settings: false},
   server: {light: "loading", words: "Connecting"}, models: [],   // light: ready, loading, down or refused

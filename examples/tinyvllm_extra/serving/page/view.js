@@ -1,7 +1,6 @@
 // What the page shows, and its keys
 
-const EXAMPLES = ["Explain in three sentences why the sky is blue.", "Write a Python function that reverses a string.",
-                  "Compare tea and coffee in a short table."]
+const EXAMPLES = ["Explain why the sky is blue.", "Reverse a string in Python.", "Compare tea and coffee in a table."]
 const SHORTCUTS = {   // what they do, and how, unless the browser does it
   "Enter": ["Send", submit],
   "Shift+Enter": ["New line"],
@@ -79,8 +78,7 @@ function Row({chat}) {
 
 const Conversation = () => html`
   <section id="empty" aria-label="Examples" hidden=${state.chat.messages.length > 0}><h2>Ask a question</h2>
-    ${!state.chat.messages.length && EXAMPLES.map(words => button(words, () => send(words)))}
-  </section>
+    ${EXAMPLES.map(words => button(words, () => send(words)))}</section>
   <div id="log" role="log" aria-live="polite" aria-label="Conversation" aria-busy=${!!state.running} tabindex="0"
     onScroll=${({target: x}) => { state.follow = x.scrollHeight - x.scrollTop - x.clientHeight < 40 }}>
     ${state.chat.messages.map((message, at) => html`
@@ -97,7 +95,7 @@ function Answer({message, at}) {
   const {thought, answer} = split(message), isLast = at === state.chat.messages.length - 1 && !state.running
   const {calls = [], stats, used, isCut} = message, limit = modelInUse()?.max_model_len
   return html`<article class="assistant" aria-label="Model">
-    ${thought && html`<${Fold} name="Reasoning" class="reasoning"><${Markdown} source=${thought} /><//>`}
+    ${thought && html`<${Fold} name="Reasoning"><${Markdown} source=${thought} /><//>`}
     <${Markdown} source=${answer} />
     ${calls.map(({name, arguments: source, result}) => html`<${Fold} name=${`Tool call: ${name}`}>
       <${Code} source=${indented(source)} language="json" />
@@ -110,7 +108,7 @@ function Answer({message, at}) {
       ${isLast && button("Regenerate", regenerate)}${isLast && isCut && button("Continue", goOn)}</footer></article>`
 }
 
-const Fold = ({name, children, ...more}) => html`<details ...${more}><summary>${name}</summary>${children}</details>`
+const Fold = ({name, children}) => html`<details><summary>${name}</summary>${children}</details>`
 
 const Results = ({calls}) => html`
   <form class="results" onSubmit=${handler(() => answer([...state.chat.messages, newAnswer()]))}>
@@ -148,9 +146,8 @@ function onPaste(event) {
 
 document.onkeydown = event => {
   const {key, target, shiftKey} = event, isControl = event.ctrlKey || event.metaKey
-  const keys = isControl ? `Ctrl+${shiftKey ? "Shift+" : ""}${key.toUpperCase()}` : key
-  const action = SHORTCUTS[keys]?.[1], isTyping = target.matches("input, textarea, select")
-  const isOther = {"Enter": target.id !== "text" || shiftKey, "?": isTyping,
+  const action = SHORTCUTS[isControl ? `Ctrl+${shiftKey ? "Shift+" : ""}${key.toUpperCase()}` : key]?.[1]
+  const isOther = {"Enter": target.id !== "text" || shiftKey, "?": target.matches("input, textarea, select"),
                    "Escape": target.id === "search" && state.search}[key]
   if (!action || isOther || event.isComposing || $("shortcuts").open) return
   event.preventDefault()
