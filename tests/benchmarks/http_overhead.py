@@ -4,18 +4,18 @@
 
 Starts `tinyvllm serve` of the model without a prefix cache; an engine of the same model is in this process, idle while
 the server works. Prompts are random ids, and each answer has --output-len tokens.
-(a) one request at a time: time to the first event with text, minus RequestMetrics.ttft of the engine;
+(a) one request at a time: time to the first event with text, minus the engine's;
 (b) --streams requests at once: output tokens/s over HTTP divided by those of LLM.generate.
 
 `tinyvllm bench serve` measures a running server. Its client runs here in threads; the server is another process. On few
 cores they compete, so the client's CPU usage is printed."""
 import argparse
-import functools
 import os
 import signal
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ import common
 
 from tinyvllm import LLM
 from tinyvllm_extra import cli
-from tinyvllm_extra.cli.bench import Answer, random_ids, run, send
+from tinyvllm_extra.cli.bench import Answer, run, send
 from tinyvllm_extra.cli.client import Remote
+from tinyvllm_extra.cli.flags import BenchConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))   # tests
 from helpers import servers
@@ -51,44 +52,35 @@ def serve(args: argparse.Namespace) -> int:
                      f"--stream-interval={args.stream_interval}"])
 
 
-def send_all(remote: Remote, prompts: list[list[int]], num_output: int) -> list[Answer]:
-  """Send prompts at once."""
-  call = functools.partial(send, remote, num_output)
-  with ThreadPoolExecutor(len(prompts)) as pool: return [*pool.map(call, prompts)]
-
-
-def ttft(llm: LLM, ids: list[int], num_output: int) -> float:
-  *_, last = llm.generate_stream({"prompt_token_ids": ids}, common.greedy(num_output))
-  return last.metrics.ttft
+def seconds(answers: list[Answer]) -> float: return max(x.times[-1] for x in answers) - min(x.times[0] for x in answers)
 
 
 def compare(args: argparse.Namespace, remote: Remote, llm: LLM) -> None:
   n, tokens, rows, events = args.streams, args.output_len, list[list[float]](), list[int]()
-  prompts = functools.partial(random_ids, llm.model_config.vocab_size)
+  load = BenchConfig(random_input_len=args.input_len, random_output_len=tokens)
+  pool = ThreadPoolExecutor(n)
+  def http(count: int) -> list[Answer]: return [*pool.map(lambda _: send(remote, load), range(count))]
+  def engine(count: int) -> list[Answer]: return run(llm, count, args.input_len, tokens)
   for _ in llm.capture(): pass
-  for size in (1, n): send_all(remote, prompts(size, args.input_len), tokens)
+  for count in (1, n): http(count)
   for i in range(args.rounds):   # alternate which runs first
-    times: dict[str, list[float]] = {"http": [], "engine": []}
-    seconds = {}
-    for which in [*times][::-1 if i % 2 else 1] * args.requests:
-      ids, = prompts(1, args.input_len)
-      if which == "engine": times[which].append(1e3 * ttft(llm, ids, tokens))
-      else: times[which].append(1e3 * send(remote, tokens, ids).metrics.ttft)
-    for which in [*times][::-1 if i % 2 else 1]:
-      if which == "engine":
-        seconds[which] = run(llm, n, args.input_len, tokens)
-        continue
+    order = [http, engine][::-1 if i % 2 else 1]
+    ttfts: dict[Callable, list[float]] = {http: [], engine: []}
+    for measure in order * args.requests:
+      answer, = measure(1)
+      ttfts[measure].append(1e3 * (answer.times[1] - answer.times[0]))
+    answers, cpu = {}, {}
+    for measure in order:
       cpu_started = time.process_time()
-      answers = send_all(remote, prompts(n, args.input_len), tokens)
-      seconds[which] = max(x.times[-1] for x in answers) - min(x.times[0] for x in answers)
-      usage = (time.process_time() - cpu_started) / seconds[which]
-      events += [len(x.times) - 1 for x in answers]
-    a, b = (statistics.median(x) for x in times.values())
-    rows.append([i + 1, a, b, a - b, n * tokens / seconds["http"], n * tokens / seconds["engine"],
-                 seconds["engine"] / seconds["http"], 100 * usage])
+      answers[measure] = measure(n)
+      cpu[measure] = time.process_time() - cpu_started
+    events += [len(x.times) - 1 for x in answers[http]]
+    a, b = (statistics.median(ttfts[measure]) for measure in (http, engine))
+    rates = [n * tokens / seconds(answers[measure]) for measure in (http, engine)]
+    rows.append([i + 1, a, b, a - b, *rates, rates[0] / rates[1], 100 * cpu[http] / seconds(answers[http])])
   header = ["round", "TTFT ms: HTTP", "engine", "difference", f"tokens/s of {n} streams: HTTP", "engine", "ratio",
             "client CPU %"]
-  common.print_table(header, [[f"{x:.3g}" if i == 6 else f"{x:.2f}" if 0 < i < 4 else f"{x:.0f}"
+  common.print_table(header, [[f"{x:.3f}" if i == 6 else f"{x:.2f}" if 0 < i < 4 else f"{x:.0f}"
                                for i, x in enumerate(row)] for row in rows])
   medians = [statistics.median(column) for column in zip(*rows, strict=True)]
   print(f"medians: (a) TTFT over HTTP {medians[1]:.2f} ms, engine {medians[2]:.2f} ms, difference {medians[3]:.2f} ms; "
@@ -110,6 +102,7 @@ def main() -> int:
   signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))   # also stops the server
   print(common.machine_line(), flush=True)
   with servers.Server(None, *sys.argv[1:], "--serve", script=os.path.abspath(__file__), seconds=600) as server:
+    servers.wait_until(lambda: "captured" in server.log, "all steps are captured", 600)
     remote = Remote({"url": server.url, "api_key": None, "model": None}, {})
     compare(args, remote, open_llm(args, **options(args)))
   return 0
