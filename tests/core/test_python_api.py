@@ -1,5 +1,4 @@
 """The Python API as a user sees it: help(), signatures, type checkers, errors, and a shutdown."""
-import importlib.util
 import inspect
 import json
 import pydoc
@@ -39,7 +38,7 @@ def test_signature_and_help_have_every_option(kind, options):
 
 @pytest.mark.parametrize("checker", ["mypy", "pyright"])   # .ci/run outside installs pyright
 def test_type_checker_reports_wrong_lines_only(tmp_path, checker):
-  if not importlib.util.find_spec(checker): pytest.skip(f"{checker} is not installed")
+  pytest.importorskip(checker)
   program = (DATA / "typed_program.txt").read_text()
   (tmp_path / "program.py").write_text(program)
   output = run_process(sys.executable, "-m", checker, tmp_path / "program.py", MYPYPATH=PYTHONPATH).stdout
