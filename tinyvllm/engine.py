@@ -261,7 +261,7 @@ class Engine(LoadedModel):
 
   # Requests to completion
 
-  def generate(self, prompts: Prompt | list[Prompt], sampling_params: Params | list[Params] = None,
+  def generate(self, prompts: Prompt | list[Prompt] | list[str], sampling_params: Params | list[Params] = None,
                use_tqdm: bool = True, priority: Any = 0) -> list[RequestOutput]:
     """Complete one or several prompts, with one SamplingParams and priority (int) for all or a list with one for each.
     Return outputs in prompt order. Raises InputError, before any prompt runs, if one of them is invalid."""

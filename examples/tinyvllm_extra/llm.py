@@ -1,6 +1,6 @@
 """`tinyvllm.LLM`: the core's Engine with the extension's parts, options and methods."""
 import contextlib, dataclasses, functools, hashlib, pathlib, time, types
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.backend import Backend, Devices, exclusive
@@ -155,18 +155,17 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     self.scheduler.counters.update(steps=1, requests_finished=sum(x.finished for x in requests), seconds=seconds)
     return requests
 
-  def generate(self, prompts: Prompt | list[Prompt] | tuple[Prompt, ...],
-               sampling_params: Params | list[Params] | tuple[Params, ...] = None, use_tqdm: bool = True,
-               priority: int | list[int] | None = None, lora_request: None = None) -> list[RequestOutput]:
+  def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params | Sequence[Params] = None,
+               use_tqdm: bool = True, priority: int | list[int] | None = None, lora_request: None = None
+               ) -> list[RequestOutput]:
     """Engine.generate with vLLM's other arguments. prompts, sampling_params: one, or a list or tuple."""
     check_no_lora(lora_request)
-    prompts = [*prompts] if isinstance(prompts, tuple) else prompts
-    params = [*sampling_params] if isinstance(sampling_params, tuple) else sampling_params
-    count = len(prompts) if isinstance(prompts, list) else 1
-    check(not isinstance(priority, list) or len(priority) == count, f"priority={priority!r} must have length {count}")
-    return super().generate(prompts, params, use_tqdm, priority or 0)
+    jobs = [*prompts] if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
+    params = [*sampling_params] if isinstance(sampling_params, Sequence) else sampling_params
+    check(not isinstance(priority, list) or len(priority) == len(jobs), f"{priority=} must have length {len(jobs)}")
+    return super().generate(jobs, params, use_tqdm, priority or 0)
 
-  def chat(self, messages: list[JsonObject] | list[list[JsonObject]], sampling_params: Params | list[Params] = None,
+  def chat(self, messages: list[JsonObject] | list[list[JsonObject]], sampling_params: Params | Sequence[Params] = None,
            use_tqdm: bool = True, chat_template_kwargs: JsonObject | None = None,
            **template: object) -> list[RequestOutput]:
     """Answer a conversation, a list of {"role": ..., "content": ...}, or a list of them, with the chat template.

@@ -84,7 +84,7 @@ def pooled(output: RequestOutput, result: EmbeddingOutput | ScoringOutput) -> Po
   return PoolingRequestOutput(output.request_id, result, output.prompt_token_ids, output.num_cached_tokens, True)
 
 
-def embed(llm: Engine, prompts: Prompt | list[Prompt], use_tqdm: bool = True,
+def embed(llm: Engine, prompts: Prompt | list[Prompt] | list[str], use_tqdm: bool = True,
           pooling_params: PoolingParams | None = None) -> list[PoolingRequestOutput]:
   """Return the embedding of each prompt, of length 1 by default. prompts: see `LLM.generate`. Raises InputError for a
   model that generates text: load it with runner="pooling"."""

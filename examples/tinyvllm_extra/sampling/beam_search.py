@@ -82,8 +82,9 @@ class Search:
     return BeamSearchOutput(best)
 
 
-def beam_search(llm: Engine, prompts: Prompt | list[Prompt], params: BeamSearchParams, lora_request: None = None,
-                use_tqdm: bool = False, concurrency_limit: int | None = None) -> list[BeamSearchOutput]:
+def beam_search(llm: Engine, prompts: Prompt | list[Prompt] | list[str], params: BeamSearchParams,
+                lora_request: None = None, use_tqdm: bool = False, concurrency_limit: int | None = None
+                ) -> list[BeamSearchOutput]:
   """Return the most probable continuations of each prompt, in the order of the prompts. prompts: see `LLM.generate`.
   concurrency_limit has no effect: the engine queues the beams. Raises InputError before any prompt runs if one is
   invalid."""
