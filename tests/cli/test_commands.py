@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -107,15 +106,6 @@ def test_chat_prints_a_prompt_in_a_terminal(chat_folder, answer):
   assert chat(chat_folder, "hello", terminal=True).stdout == f"> {text}\n> \n"
 
 
-def test_ctrl_c_without_a_chat_exits_130(chat_folder, monkeypatch):
-  write = mock.Mock()
-  monkeypatch.setattr(os, "_exit", sys.exit)
-  monkeypatch.setattr(os, "write", write)
-  monkeypatch.setattr(LLM, "generate_stream", lambda *_: signal.raise_signal(signal.SIGINT))
-  assert run_command("generate", "the cat", "--model", chat_folder, *FLAGS).returncode == 130
-  write.assert_called_once_with(1, b"\n")
-
-
 # Errors
 
 @pytest.mark.parametrize("command,words", COMMANDS["refused"].items())
@@ -162,9 +152,9 @@ def test_prompt_is_a_word_a_flag_or_stdin(words_folder, words_llm):
 
 @pytest.mark.parametrize("words,stdin", [(["hello"], "x"), (["-p", "hello"], "x"), (["-"], "hello\n")])
 def test_run_answers_one_question_and_ends(chat_folder, answer, words, stdin):
-  run = run_command("run", chat_folder, *FLAGS, "--max-tokens", 5, "--temperature", 0, *words, stdin=stdin)
-  text = answer("user: hello\n")
-  assert (run.returncode, run.stdout) == (0, f"{text}\n")
+  run = run_command("run", chat_folder, *FLAGS, "--max-tokens", 5, "--temperature", 0, "--verbose", *words, stdin=stdin)
+  assert (run.returncode, run.stdout) == (0, answer("user: hello\n") + "\n")
+  assert "(cut at max_tokens=5" in run.stderr and "5 output tokens" in run.stderr
 
 
 @pytest.mark.parametrize("command", ["generate Once -n 9 --log-level error", "--help", "serve --help"])

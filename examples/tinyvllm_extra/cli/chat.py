@@ -136,12 +136,16 @@ class Chat:
     if text.strip(): self.answer([*self.messages, {"role": "user", "content": text}])
 
   def answer(self, messages: list[JsonObject]) -> None:
-    """Answer the last message, and print why the answer was cut, and its rates."""
+    """Answer the last message."""
     stop = threading.Event()
     with on_interrupt(lambda *_: stop.set()):
       text, output, times = print_stream(start(self.llm, {"messages": messages}, self.settings), stop=stop)
     self.messages = [*messages, {"role": "assistant", "content": text}]
     self.code = 0
+    self.report(output, times)
+
+  def report(self, output: Output, times: list[float]) -> None:
+    """Print which limit cut an answer, and tokens per second. times: see print_stream."""
     limit, metrics = self.settings.get("max_tokens"), output.metrics
     if output.outputs[0].finish_reason == "length":
       is_full = not limit or metrics and metrics.num_generated < limit

@@ -1,5 +1,5 @@
 """`tinyvllm generate` and `tinyvllm run`: complete a prompt, answer one question, or chat, here or with a server."""
-import os, signal, sys
+import signal, sys
 
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import JsonObject, check
@@ -12,11 +12,6 @@ from .flags import select_options
 
 def main(args: JsonObject) -> int:
   """Run the command and return the exit code. Ctrl-C stops a chat's answer, or else ends the process."""
-
-  def interrupt(*_: object) -> None:   # not a KeyboardInterrupt, which is lost when raised within a __del__ of tinygrad
-    os.write(1, b"\n")
-    os._exit(130)
-
   args = {"model": None, "url": None, "prompt": None, "api_key": None, **args}
   if not args["url"] and "api_key" in args["variables"]: args["api_key"] = None   # it is for `tinyvllm serve`
   engine = select_options(args, LLMConfig)
@@ -25,9 +20,12 @@ def main(args: JsonObject) -> int:
   SamplingParams(**settings)   # its checks, before the model is loaded
   prompt = sys.stdin.read().removesuffix("\n") if args["prompt"] == "-" else args["prompt"]
   check(is_chat or prompt is not None, "prompt: a prompt is required, or - to read it from stdin")
-  signal.signal(signal.SIGINT, interrupt)
+  signal.signal(signal.SIGINT, signal.SIG_DFL)   # a KeyboardInterrupt is lost when raised within a __del__ of tinygrad
   llm = Remote(args, engine) if args["url"] or args["api_key"] else LLM(args["model"], **engine)
-  if prompt is None: return Chat(llm, settings, "verbose" in args).run()
-  if is_chat: print_stream(start(llm, {"messages": [{"role": "user", "content": prompt}]}, settings))
-  else: print_stream(start(llm, prompt, settings), prompt)
+  if not is_chat: print_stream(start(llm, prompt, settings), prompt)
+  else:
+    chat = Chat(llm, settings, "verbose" in args)
+    if prompt is None: return chat.run()
+    _, output, times = print_stream(start(llm, {"messages": [{"role": "user", "content": prompt}]}, settings))
+    chat.report(output, times)
   return 0
