@@ -98,7 +98,7 @@ class CommandParser(argparse.ArgumentParser):
     return vars(self.parse_args(words))
 
   def error(self, message: str) -> NoReturn:
-    word = re.search(r"(?:unrecognized arguments: |invalid choice: ')([\w-]+)", message)
+    word = re.search(r"(?:unrecognized arguments: (?=-)|invalid choice: ')([\w-]+)", message)
     names = [*self._option_string_actions, *(name for action in self._actions for name in action.choices or ())]
     close = difflib.get_close_matches(word[1], names, 1) if word else []
     if close: message = f"{message.partition(' (choose')[0]}: did you mean {close[0]}?"
