@@ -10,6 +10,7 @@ from tinygrad.dtype import DType
 from tinyvllm import llama
 from tinyvllm.backend import Linear, Module, renderer
 from tinyvllm.config import check, logger, read_json
+from tinyvllm_extra.kernels.buffers import dtype_of, new_tensor
 from tinyvllm_extra.kernels.quantized import E4M3, Matrix, Quantized, is_small_float
 from tinyvllm_extra.kernels.shards import stack as stack_shards
 from tinyvllm_extra.kernels.stored_weights import StoredWeights
@@ -184,10 +185,9 @@ def supports_e4m3() -> bool:
 
 
 def to_device(array: np.ndarray, dtype: DType | None, device: str) -> Tensor:
-  is_bfloat16 = array.dtype == np.uint16
-  tensor = Tensor(array, device=device)
-  if is_bfloat16: tensor = tensor.bitcast(dtypes.bfloat16)
-  if dtype is None or (array.itemsize < dtype.itemsize and tensor.dtype in renderer().supported_dtypes()):
-    return tensor.contiguous()
-  if is_bfloat16 or dtype == dtypes.float32: array = to_float32(array)   # on the host, as the device would keep both
+  own = dtype_of(array)
+  if dtype is None or dtype == own or array.itemsize < dtype.itemsize and own in renderer().supported_dtypes():
+    return new_tensor(array, device)
+  # On the host, since the device would keep both
+  if own == dtypes.bfloat16 or dtype == dtypes.float32: array = to_float32(array)
   return Tensor(array, device=device).cast(dtype).contiguous()

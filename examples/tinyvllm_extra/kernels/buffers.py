@@ -3,8 +3,9 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
-from tinygrad import Tensor, UOp
+from tinygrad import Tensor, UOp, dtypes
 from tinygrad.device import Buffer, MultiBuffer
+from tinygrad.dtype import DType, _from_np_dtype
 
 from .schedule import kernel_of
 
@@ -32,6 +33,18 @@ def copy_blocks(out: list[Tensor], targets: Mapping[object, Tensor], source: lis
 
 
 def write(buffer: Buffer, array: np.ndarray) -> None: buffer.allocator._copyin(buffer._buf, array.data.cast("B"))
+
+
+def dtype_of(array: np.ndarray) -> DType:
+  """Return the dtype of a file's numbers. numpy has no bfloat16; uint16 stands for it."""
+  return dtypes.bfloat16 if array.dtype == np.uint16 else _from_np_dtype(array.dtype)
+
+
+def new_tensor(array: np.ndarray, device: str) -> Tensor:
+  """Return a tensor with the array's numbers. Scheduling a Tensor(array) would take milliseconds."""
+  tensor = Tensor.empty(*array.shape, dtype=dtype_of(array), device=device)
+  copy_to_devices(tensor, array)
+  return tensor
 
 
 def copy_to_devices(tensor: Tensor, array: np.ndarray) -> None:

@@ -1,6 +1,6 @@
 """A cache of lowered and compiled kernels on disk."""
 import concurrent.futures, contextlib, copy, dataclasses, functools, hashlib, importlib.metadata, os, pathlib, pickle
-import zlib
+import signal, sys, zlib
 from collections.abc import Callable
 
 from tinygrad import UOp, codegen, device as devices
@@ -10,6 +10,7 @@ from tinygrad.renderer import Renderer
 from tinygrad.uop.ops import Ops
 
 from tinyvllm import __version__
+from tinyvllm.backend import cpu_cores
 
 from .cpu import EXP2
 
@@ -29,14 +30,31 @@ class KernelFolder:
   def __call__(self, linear: UOp) -> UOp:
     calls = [realize._get_call_to_compile(call) for call in linear.src]   # kernel and renderer, or None
     kernels = {codegen.to_program_key(*kernel): kernel for kernel in calls if kernel}
-    pending = {key: self.begin(*kernel) for key, kernel in kernels.items() if key not in codegen.to_program_cache}
+    kernels = {key: kernel for key, kernel in kernels.items() if key not in codegen.to_program_cache}
+    self.lower_in_parallel([kernel for kernel in kernels.values() if not self.file_of(*kernel).exists()])
+    pending = {key: self.begin(*kernel) for key, kernel in kernels.items()}
     codegen.to_program_cache |= {key: finish() for key, finish in pending.items()}
     return linear.replace(src=tuple(call.replace(src=(codegen.to_program(*kernel), *call.src[1:])) if kernel else call
                                     for call, kernel in zip(linear.src, calls, strict=True)))
 
+  def lower_in_parallel(self, kernels: list[tuple[UOp, Renderer]]) -> None:
+    """Write the kernels' files from copies of this process: threads would take turns, and delay running steps."""
+    count = min(len(kernels) // 4, cpu_cores(), 4) if sys.platform == "linux" else 0
+    children = [os.fork() or self.lower(kernels[i::count]) for i in range(count)]
+    for child in children: os.waitpid(child, 0)
+    self.compiled += len(kernels) if count else 0
+
+  def lower(self, kernels: list[tuple[UOp, Renderer]]) -> int:
+    """Write the kernels' files, and end this process. A kernel that fails does so again in the parent process."""
+    try:
+      signal.signal(signal.SIGINT, signal.SIG_IGN)
+      self.thread = concurrent.futures.ThreadPoolExecutor(1)   # threads end at a fork
+      for finish in [self.begin(*kernel) for kernel in kernels]: finish()
+    finally: os._exit(0)
+
   def begin(self, ast: UOp, renderer: Renderer) -> Callable[[], UOp]:
     """Read a kernel's program, or lower it and start the compiler. Return a function that waits for the program."""
-    path = self.file(renderer, ast.key, ast.tag)
+    path = self.file_of(ast, renderer)
     with contextlib.suppress(OSError, zlib.error):   # the file is missing or damaged
       return functools.partial(pickle.loads, zlib.decompress(path.read_bytes()))
     self.compiled += 1
@@ -50,6 +68,8 @@ class KernelFolder:
       write(path, zlib.compress(pickle.dumps(compiled)))
       return compiled
     return finish
+
+  def file_of(self, ast: UOp, renderer: Renderer) -> pathlib.Path: return self.file(renderer, ast.key, ast.tag)
 
   def file(self, renderer: Renderer, *content: object) -> pathlib.Path:
     """Return the file of what `renderer` makes of `content` with these versions, flags and settings."""
