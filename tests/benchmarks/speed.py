@@ -46,22 +46,17 @@ def main() -> None:
   next(iter(llm.generate_stream("Hello", SamplingParams(temperature=0.0, max_tokens=2))))
   first = time.perf_counter()
   weights = sum(t.nbytes() for part in llm.runner.model.modules() for t in nn.state.get_parameters(part))
-  vocabulary, rows = llm.model_config.vocab_size, []
-
-  def prompt(i: int, n: int) -> dict:
-    return {"prompt_token_ids": [(7 * i + 13 * j) % (vocabulary - 3) + 3 for j in range(n)]}
+  rows = []
 
   def rate(streams: int, length: int, new: int) -> float:
     """Return tokens per second of decode, or of prefill if new == 1."""
-    params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
     rates = []
     for _ in range(4):
-      outputs = llm.generate([prompt(i, length) for i in range(streams)], params, use_tqdm=False)
-      m = [o.metrics for o in outputs]
-      if new == 1: rates.append(length / (m[0].finished_time - m[0].first_scheduled_time))
-      else: rates.append(streams * (new - 1) / (max(x.finished_time for x in m) - max(x.first_token_time for x in m)))
+      arrival, first, finished = map(max, zip(*(x.times for x in run(llm, streams, length, new)), strict=True))
+      rates.append(length / (finished - arrival) if new == 1 else streams * (new - 1) / (finished - first))
     return statistics.median(rates[1:])
   from common import measure_bandwidth   # not part of the time to first token
+  from tinyvllm_extra.cli.bench import run
   limit = (bandwidth() if Device.DEFAULT == "CPU" else measure_bandwidth()) / weights
   rows += [("decode, 1 stream", rate(1, 8, 33), limit)]
   if not args.decode_only:

@@ -86,6 +86,7 @@ def test_bench_serve_prints_metrics_of_the_answers_under_names_of_vllm(monkeypat
 
 @pytest.mark.parametrize("arguments,message", [
   ("-p 127 -n 200", "more than max_model_len=128"), ("-r 0", "repetitions=0"), ("thruput", "mode='thruput' must be"),
+  ("--request-rate 3", "request_rate: not a flag of `tinyvllm bench`"),
   ("throughput --random-input-len 200", "200 prompt tokens and 128 output tokens are more than max_model_len=128"),
   ("throughput --request-rate 3", "request_rate: not a flag of `tinyvllm bench throughput`"),
   ("serve --dtype float32", "dtype: not a flag of `tinyvllm bench serve`"), ("serve -p 3", "n_prompt"),

@@ -47,14 +47,13 @@ def run(llm: LLM, num_prompts: int, num_input: int, num_output: int) -> list[Ans
 def rates(llm: LLM, config: BenchConfig) -> None:
   """Print tokens/s of a prompt (pp) and of an output (tg), one sequence at a time."""
   half, budget, model = llm.max_model_len // 2, llm.config.max_num_batched_tokens or 1, llm.runner.model
-  num_prompt = min(512, half) if config.n_prompt is None else config.n_prompt
-  num_output = min(128, half) if config.n_gen is None else config.n_gen
-  sizes = {next_power_of_two(x) for x in (1, min(num_prompt, budget), num_prompt % budget)}
-  for _ in llm.capture(sorted(sizes)): pass
-  facts = {"model": llm.path.name, "size_mib": sum(x.nbytes for x in model_weights(model)) / 2**20, "params_m":
-           sum(x.num_elements for x in plain_weights(llm.model_config, type(model))) / 1e6}
+  n_prompt = min(512, half) if config.n_prompt is None else config.n_prompt
+  n_gen = min(128, half) if config.n_gen is None else config.n_gen
+  for _ in llm.capture(sorted({next_power_of_two(x) for x in (1, min(n_prompt, budget), n_prompt % budget)})): pass
+  facts = {"model": llm.path.name, "size_mib": sum(x.nbytes for x in model_weights(model)) / 2**20,
+           "params_m": sum(x.num_elements for x in plain_weights(llm.model_config, type(model))) / 1e6}
   rows = []
-  for test, n, shape in (("pp", num_prompt, (num_prompt, 1)), ("tg", num_output, (1, num_output))):
+  for test, n, shape in (("pp", n_prompt, (n_prompt, 1)), ("tg", n_gen, (1, n_gen))):
     if not n: continue
     times = np.array([run(llm, 1, *shape)[0].times for _ in range(config.repetitions + 1)][1:])
     samples = n / (times[:, -1] - times[:, 0])
@@ -127,7 +126,7 @@ def main(args: JsonObject) -> int:
   options, engine = select_options(args, BenchConfig), select_options(args, LLMConfig)
   used = [field.name for field in dataclasses.fields(BenchConfig)][MODES[mode]]
   unused = {*options, *(engine if mode == "serve" else ())}.difference(used, variables)
-  check(not unused, f"{', '.join(unused)}: not a flag of `tinyvllm bench {mode}`")
+  check(not unused, f"{', '.join(unused)}: not a flag of `tinyvllm bench{mode and ' ' + mode}`")
   config, model = BenchConfig(**options), args.get("model")
   if mode == "serve": print_metrics(config, serve(model, config))
   elif mode: print_metrics(config, throughput(LLM(model, **engine), config))
