@@ -5,7 +5,7 @@
 A replica is the server's app with its own engine. An ingress reads each request, forwards it to the replica of its
 conversation, and streams the response back. The ingress stores no request: if a replica dies, its requests get HTTP
 503, or a closed connection if their response has started."""
-import argparse, asyncio, contextlib, dataclasses, hashlib, json, os, random, re, signal
+import asyncio, contextlib, dataclasses, hashlib, json, os, random, re, signal
 import socket, sys
 from collections.abc import AsyncIterator
 from typing import Any, get_args
@@ -32,7 +32,7 @@ from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.cli import FAILURES
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.kernels import prepare_device
-from tinyvllm_extra.cli.flags import add_flags, parse_flags, select_options
+from tinyvllm_extra.cli.flags import CommandParser, add_flags, parse_flags, select_options
 from tinyvllm_extra.cli.serve import check_address, check_model
 from tinyvllm_extra.serving.app import Server, ServerConfig
 from tinyvllm_extra.serving.errors import ErrorJSON
@@ -132,7 +132,7 @@ class Replica:
     """Raise if /health would not return 200. After a failed step, generate one token, too: a replica with a lost device
     fails fast, looks idle, and would attract requests."""
     if self.server.state(): raise RuntimeError(self.server.state())
-    if self.failed: _ = [_ async for _ in self.server.serving.llm.generate("a", SamplingParams(max_tokens=1))]
+    if self.failed: _ = [_ async for _ in self.server.serving.loaded.generate("a", SamplingParams(max_tokens=1))]
     self.failed = False
 
 
@@ -280,11 +280,12 @@ def deploy(application: Any) -> None:
 
 def main(argv: list[str] | None = None) -> int:
   """Start Ray if it is not running, deploy, and wait for a signal. Return the exit code."""
-  parser = argparse.ArgumentParser(description="Run an OpenAI-compatible HTTP server with several replicas.",
-                                   argument_default=argparse.SUPPRESS)
-  parser.add_argument("model", nargs="?", help=argparse.SUPPRESS)   # or --model
-  add_flags(parser, LLMConfig, ServerConfig, RayConfig)
-  args = {"port": ServerConfig.port, "log_level": "info", **parse_flags(parser, sys.argv[1:] if argv is None else argv)}
+  parser = CommandParser(description="Run an OpenAI-compatible HTTP server with several replicas.")
+  add_flags(parser, "[MODEL]", LLMConfig, ServerConfig, RayConfig)
+  parser.commands["ray_serve"] = parser
+  flags = parse_flags(parser, ["ray_serve", *(sys.argv[1:] if argv is None else argv)])
+  for name in ("command", "variables", "config"): flags.pop(name, None)
+  args = {"port": ServerConfig.port, "log_level": "info", **flags}
   logger.setLevel(args["log_level"].upper())
   try:
     _, server, _ = configs(args)
