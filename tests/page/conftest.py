@@ -45,6 +45,7 @@ class ChatPage:
     self.message, self.alert, self.status = tab.get_by_label("Message"), tab.get_by_role("alert"), tab.locator("#note")
     self.questions, self.answers = (tab.get_by_role("article", name=name) for name in ("You", "Model"))
     self.asked, self.texts = self.questions.locator("> div"), self.answers.locator("> div")
+    self.context, self.light = self.answers.last.locator("footer span"), tab.locator("#state")
     self.stats, self.folds = self.answers.last.locator("footer small"), self.answers.last.locator("summary")
     self.articles, self.log = tab.get_by_role("article"), tab.get_by_role("log")
     self.chats = tab.get_by_role("navigation", name="Chats").get_by_role("listitem").locator("button:first-child")

@@ -154,16 +154,16 @@ def test_question_waits_while_the_server_is_down_or_loading(page):
   page.settings(max_tokens=5)
   page.send("hello")
   page.fail(503, "preparing 5 of 16", "**")
-  page.expect(status=re.compile("preparing 5 of 16"))
+  page.expect(status=re.compile("preparing 5 of 16"), light="Loading 5 of 16")
   page.button("Stop").click()
   page.expect(message="hello", articles=0)
   page.mock("**")
   page.button("Send").click()
-  page.expect(status=re.compile(r"^The server is not responding\. Retrying"))
+  page.expect(status=re.compile(r"^The server is not responding\. Retrying"), light="Down")
   expect(page.button("Stop")).to_be_visible()
   page.unmock("**")
   assert page.wait()
-  page.expect(title="tinyvllm words", status="", alert=0)
+  page.expect(title="tinyvllm words", status="", alert=0, light="Ready")
 
 
 def test_full_queue_shows_an_error_and_restores_the_conversation(page):
@@ -213,6 +213,49 @@ def test_regenerate_and_edit_replace_messages(page):
   assert page.sent == ["first", "yes", "other"]
   page.ask("next")
   assert page.sent == ["first", "yes", "other", "no", "next"]
+
+
+def test_continue_extends_a_cut_answer(page):
+  page.settings(max_tokens=5, temperature=0)
+  start = page.ask("hello")
+  page.expect(context=re.compile(r"^context: \d+ of 32,000$"))
+  page.button("Continue").click()
+  expect(page.texts).not_to_have_text(start)
+  body = page.posts[-1][1]
+  assert page.wait().startswith(start) and body["messages"][-1] == {"role": "assistant", "content": start}
+  assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
+
+
+def test_versions_of_an_answer_are_kept_and_selected(page):
+  page.ask("hello", "one")
+  page.respond("two")
+  page.button("Regenerate").click()
+  page.expect(texts=["two"])
+  for name, text in (("Previous version", "one"), ("Next version", "two"), ("Previous version", "one")):
+    page.button(name).click()
+    page.expect(texts=[text])
+    page.tab.reload()
+  page.ask("more", "yes")
+  assert page.sent == ["hello", "one", "more"]
+
+
+def test_files_and_long_pastes_are_attached(page):
+  for name, data in (("notes.md", b"```\ncode\n```\n"), ("image.png", b"\0")):
+    page.tab.locator("#files").set_input_files({"name": name, "mimeType": "text/plain", "buffer": data})
+  page.expect(status="image.png was not attached: it is not a text file.")
+  page.message.evaluate(DATA["long_paste"])
+  page.button("Remove pasted 2.txt").click()
+  page.ask("read this", "yes")
+  assert page.sent == ["notes.md:\n````\n```\ncode\n```\n````\n\nread this"]
+
+
+def test_chats_can_be_renamed_and_pinned(page):
+  page.add_chats("red", "green")
+  page.tab.on("dialog", lambda dialog: dialog.accept("apple"))
+  page.button("red").hover()
+  for name in ("Rename red", "Pin apple"): page.button(name).click()
+  page.tab.reload()
+  page.expect(chats=["apple", "green"])
 
 
 def test_conversations_survive_reload_and_can_be_selected_and_deleted(page):
@@ -277,12 +320,29 @@ def test_every_sampling_setting_is_sent_and_survives_reload(page):
   for _ in range(2):
     page.ask("hello")
     body = page.posts[-1][1]
-    assert {name: body.get(name) for name in names} == expected
-    assert body["messages"][0] == {"role": "system", "content": "be kind"}
+    assert {name: body.get(name) for name in names} == expected and page.sent[0] == "be kind"
     page.tab.reload()
   page.settings(temperature="", max_tokens="")
   page.ask("again", "yes")
   assert not {"temperature", "max_tokens"} & page.posts[-1][1].keys(), "use the server's defaults"
+
+
+def test_presets_fill_and_reset_the_settings(page):
+  page.tab.get_by_label("Thinking").select_option("no", force=True)
+  for preset, expected in (("Creative", {"temperature": 1.1, "min_p": 0.05}), ("Reset", {})):
+    page.settings()
+    page.button(preset).click()
+    page.ask("hello", "yes")
+    assert page.posts[-1][1] == DATA["request"] | expected | {"messages": page.posts[-1][1]["messages"]}
+
+
+def test_shortcuts_are_listed_and_escape_closes(page):
+  page.settings()
+  page.log.press("?")
+  for is_open in (True, False):
+    page.tab.keyboard.press("Escape")
+    expect(page.tab.get_by_role("dialog")).to_be_hidden()
+    expect(page.tab.get_by_label("API key")).to_be_visible(visible=is_open)
 
 
 def test_tool_calls_are_shown_and_sent_again(page):
@@ -304,6 +364,12 @@ def test_tool_calls_are_shown_and_sent_again(page):
   assert page.ask("sunny"), "the server accepts the conversation"
   assert "tools" not in page.posts[-1][1]
   assert page.posts[-1][1]["messages"][1] == DATA["tool_call_message"]
+  page.ask("hello", *DATA["tool_call_deltas"])
+  for name in ("get_weather", "get_time"): page.tab.get_by_label(f"Result of {name}").fill(f"of {name}")
+  page.respond("It is sunny.")
+  page.button("Send results").click()
+  assert page.wait(4) == "It is sunny."
+  assert page.posts[-1][1]["messages"][-2:] == DATA["tool_results"]
 
 
 def test_search_finds_chats_by_title_and_text(page):
@@ -332,7 +398,6 @@ def export(page, name, path):
 
 def test_exported_chats_can_be_imported_once(page, visit, tmp_path):
   every, found = tmp_path / "chats.json", tmp_path / "found.json"
-  expect(page.button("Export all")).to_be_disabled()
   page.add_chats("red apple", "green pear")
   page.ask("more", {"reasoning_content": "plan one"}, "done", *DATA["tool_call_deltas"])
   file = export(page, "Export all", every)

@@ -1,7 +1,7 @@
 // Markdown, math and code of answers, as elements that Preact creates: no text becomes HTML
 
 const DISPLAY = /\$\$([^]+?)\$\$|\\\[([^]+?)\\\]/   // a formula of its own line
-const INLINE = /\$(?![\s$])((?:\\.|[^\\$\n])*?[^\s\\$])\$(?!\d)|\\\((.+?)\\\)/   // not "from $5 to $10"
+const INLINE = /\$(?![\s$])((?:\\.|[^\\$\n`])*?[^\s\\$`])\$(?!\d)|\\\((.+?)\\\)/   // not "from $5 to $10"
 const MAX_CODE = 30_000   // characters that are highlighted
 const ENTITIES = {"&amp;": "&", "&lt;": "<", "&gt;": ">", "&quot;": '"', "&nbsp;": "\u00a0"}
 const TAGS = {heading: "h2", paragraph: "p", strong: "strong", em: "em", del: "del", blockquote: "blockquote", hr: "hr",
