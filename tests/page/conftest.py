@@ -32,12 +32,6 @@ def event_stream(*deltas, finish="stop", usage=None, done=True):
   return "".join(f"data: {line}\n\n" for line in lines)
 
 
-EVERY_REQUEST = re.compile("/(v1/.*|health)$")
-
-
-def url_of(path): return EVERY_REQUEST if path == "**" else f"**/v1/{path}"
-
-
 class ChatPage:
   """The page in a tab. posts: path and body of each POST request. A mocked response stays until the next one."""
   def __init__(self, tab):
@@ -115,9 +109,9 @@ class ChatPage:
 
   def mock(self, path="chat/completions", **response):
     """Mock the response to requests of a path. Without a response, the connection fails."""
-    self.tab.route(url_of(path), lambda route: route.fulfill(**response) if response else route.abort())
+    self.tab.route(re.compile(f"/(v1/{path})$"), lambda route: route.fulfill(**response) if response else route.abort())
 
-  def unmock(self, path="chat/completions"): self.tab.unroute(url_of(path))
+  def unmock(self, path="chat/completions"): self.tab.unroute(re.compile(f"/(v1/{path})$"))
 
   def stream(self):
     """Send a question whose answer comes from `feed`."""
