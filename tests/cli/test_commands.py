@@ -18,7 +18,6 @@ from tinygrad.device import CompileError
 
 import tinyvllm
 from tinyvllm import LLM, SamplingParams, generate, generate_stream
-from tinyvllm_extra.cli import generate as generate_command
 from tinyvllm_extra.cli.flags import select_options
 from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.packages import MissingPackage, optional
@@ -157,13 +156,13 @@ def test_run_answers_one_question_and_ends(chat_folder, answer, words, stdin):
   assert "(cut at max_tokens=5" in run.stderr and "5 output tokens" in run.stderr
 
 
-@pytest.mark.parametrize("command", ["generate Once -n 9 --log-level error", "--help", "serve --help"])
+@pytest.mark.parametrize("command", ["generate Once -n 9", "run -n 3", "--help", "serve --help"])
 def test_closed_pipe_ends_quietly(command):
   """As after `| head -1`: nobody reads."""
   reader, writer = os.pipe()
   os.close(reader)
-  run = subprocess.run([sys.executable, "-m", "tinyvllm", *command.split()], stdout=writer, stderr=subprocess.PIPE,
-                       text=True, env={**os.environ, "PYTHONPATH": PYTHONPATH})
+  run = subprocess.run([sys.executable, "-m", "tinyvllm", *command.split()], input="hello\nhello\n", stdout=writer,
+                       stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": PYTHONPATH})
   os.close(writer)
   assert run.returncode in (0, 141) and not re.search("Traceback|Exception|Broken", run.stderr), run.stderr
 
@@ -206,7 +205,7 @@ def test_bash_completes_commands_and_flags(words, expected):
   CompileError("unknown type"), subprocess.CalledProcessError(1, ["clang"]), RuntimeError("no device"),
   MissingPackage("install it"), ValueError("a bad value"), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
 def test_expected_error_is_one_line_and_exit_code_1_or_130(monkeypatch, error):
-  monkeypatch.setattr(generate_command, "LLM", mock.Mock(side_effect=error))
+  monkeypatch.setattr(tinyvllm, "LLM", mock.Mock(side_effect=error))
   run = run_command("generate", "Hello")
   expected = (130, "") if isinstance(error, KeyboardInterrupt) else (1, f"tinyvllm: {error}\n")
   assert (run.returncode, run.stderr, run.stdout) == (*expected, "")

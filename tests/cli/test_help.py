@@ -49,13 +49,13 @@ def test_help_lists_commands():
   assert run_command(COLUMNS="80").stdout == help_text("") and "examples:\n  tinyvllm run " in help_text("")
 
 
-def test_help_imports_no_slow_packages():
+def test_help_and_url_import_no_slow_packages():
   """Parsing needs 0.1 s of CPU time, these packages another 0.5 s."""
   slow = {"tinygrad", "numpy", "fastapi", "pydantic", "huggingface_hub", "jinja2"}
   code = "import atexit, sys, tinyvllm_extra.cli as cli\natexit.register(lambda: print(*sys.modules))\ncli.main()"
-  for command in ALL:
-    run = run_process(sys.executable, "-c", code, command, "--help")
-    assert run.returncode == 0 and "tinyvllm_extra.cli" in run.stdout and not slow & {*run.stdout.split()}, command
+  for command in (*(f"{name} --help" for name in ALL), "run --url http://127.0.0.1:9 -p Hello"):
+    run = run_process(sys.executable, "-c", code, *command.split())
+    assert "tinyvllm_extra.cli" in run.stdout and not slow & {*run.stdout.split()}, command
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -82,8 +82,9 @@ def main(argv: list[str] | None = None) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
   except Exception as error:
-    from tinygrad.device import CompileError   # here, as parsing needs no tinygrad
-    if not isinstance(error, (*FAILURES, CompileError)): raise
+    if not isinstance(error, FAILURES):
+      from tinygrad.device import CompileError   # here, as parsing and --url need no tinygrad
+      if not isinstance(error, CompileError): raise
     variable = args["variables"].get(getattr(error, "parameter", None))
     print(f"tinyvllm: {f'{variable}: ' if variable else ''}{error}", file=sys.stderr)
     return 1

@@ -6,9 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
-from tinyvllm import LLM, RequestOutput, SamplingParams
+import tinyvllm
 from tinyvllm.config import JsonObject, check, logger
+from tinyvllm.request import RequestOutput
 from tinyvllm_extra.options import SAMPLING_DEFAULTS
+from tinyvllm_extra.sampling.params import SamplingParams
 
 from .client import Remote
 from .vllm_flags import parse_value
@@ -17,7 +19,7 @@ QUOTES = '"""'
 Output = RequestOutput | SimpleNamespace   # of an LLM or a Remote
 
 
-def start(llm: LLM | Remote, prompt: str | JsonObject, settings: JsonObject) -> Iterator[Output]:
+def start(llm: "tinyvllm.LLM | Remote", prompt: str | JsonObject, settings: JsonObject) -> Iterator[Output]:
   """Start a request with the model's sampling defaults, except `settings`. A chat may fill the context."""
   if isinstance(llm, Remote): return llm.generate_stream(prompt, settings)
   limit = {"max_tokens": None} if isinstance(prompt, dict) else {}
@@ -71,7 +73,7 @@ class Chat:
     /help                 show this text
     /bye, /exit           leave; so does Ctrl-D, and Ctrl-C stops an answer
   A line that ends with a backslash continues on the next one. A text between lines of triple quotes is one message."""
-  llm: LLM | Remote
+  llm: "tinyvllm.LLM | Remote"
   settings: JsonObject   # sampling parameters that differ from the model's defaults
   is_verbose: bool = False
   messages: list[JsonObject] = dataclasses.field(default_factory=list)
@@ -83,12 +85,13 @@ class Chat:
     if sys.stdin.isatty():
       use_history("read")
       logger.setLevel(max(logger.level, logging.WARNING))   # a line would land next to the prompt
-      if isinstance(self.llm, LLM):
+      if not isinstance(self.llm, Remote):
         print("(preparing while you type: below 1 s, or about 10 s if kernels compile)", file=sys.stderr)
         self.captures = self.llm.capture()
     with contextlib.suppress(EOFError):   # of /bye
       for text in self.inputs():
         try: self.handle(text)
+        except BrokenPipeError: raise   # nobody reads the answers
         except (ValueError, RuntimeError, OSError) as error:
           print(f"tinyvllm: {error}", file=sys.stderr)
           self.code = 1

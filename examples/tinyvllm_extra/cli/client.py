@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 from tinyvllm.config import InputError, JsonObject, check
-from tinyvllm.engine import Prompt
 
 
 class Remote:
@@ -17,7 +16,7 @@ class Remote:
     self.flags = flags
     self.url = flags["url"].rstrip("/")
 
-  def generate_stream(self, prompt: Prompt | list[int], sampling: JsonObject) -> Iterator[SimpleNamespace]:
+  def generate_stream(self, prompt: str | JsonObject | list[int], sampling: JsonObject) -> Iterator[SimpleNamespace]:
     """Run LLM.generate_stream on the server, for a str, token ids or {"messages": [...]}. sampling: fields of
     SamplingParams. Each output has outputs[0].text; the last one also has the finish_reason and the numbers of tokens.
     Raises InputError if the server rejects the request or does not respond, RuntimeError if a step fails there."""

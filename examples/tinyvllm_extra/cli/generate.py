@@ -1,9 +1,10 @@
 """`tinyvllm generate` and `tinyvllm run`: complete a prompt, answer one question, or chat, here or with a server."""
 import signal, sys
 
-from tinyvllm import LLM, SamplingParams
+import tinyvllm
 from tinyvllm.config import JsonObject, check
 from tinyvllm_extra.options import LLMConfig
+from tinyvllm_extra.sampling.params import SamplingParams
 
 from .chat import Chat, print_stream, start
 from .client import Remote
@@ -21,7 +22,7 @@ def main(args: JsonObject) -> int:
   prompt = sys.stdin.read().removesuffix("\n") if args["prompt"] == "-" else args["prompt"]
   check(is_chat or prompt is not None, "prompt: a prompt is required, or - to read it from stdin")
   signal.signal(signal.SIGINT, signal.SIG_DFL)   # a KeyboardInterrupt is lost when raised within a __del__ of tinygrad
-  llm = Remote(args, engine) if args["url"] or args["api_key"] else LLM(args["model"], **engine)
+  llm = Remote(args, engine) if args["url"] or args["api_key"] else tinyvllm.LLM(args["model"], **engine)
   if not is_chat: print_stream(start(llm, prompt, settings), prompt)
   else:
     chat = Chat(llm, settings, "verbose" in args)
