@@ -213,11 +213,11 @@ def test_expected_error_is_one_line_and_exit_code_1_or_130(monkeypatch, error):
 
 @pytest.mark.parametrize("command,module,extra", [
   ("chat", "jinja2.sandbox", "hf"), ("serve", "tinyvllm_extra.cli.serve", "server"),
-  ("convert", "tinyvllm_extra.cli.convert", "hf"), ("doctor", "tinyvllm_extra.cli.doctor", "cpu"),
+  ("doctor", "tinyvllm_extra.cli.doctor", "cpu"),
   ("completion", "tinyvllm_extra.cli.completion", "completion"), ("list", "huggingface_hub", "hf")])
 def test_missing_package_error_names_its_extra(chat_folder, monkeypatch, command, module, extra):
   monkeypatch.setitem(sys.modules, module, None)
-  options = {"chat": ["--model", chat_folder, *FLAGS], "convert": ["a", "b"], "completion": ["bash"]}.get(command, [])
+  options = {"chat": ["--model", chat_folder, *FLAGS], "completion": ["bash"]}.get(command, [])
   run = run_command(command, *options, stdin="hello\n")
   error = error_line(run)
   assert module.partition(".")[0] in error and f"pip install 'tinyvllm[{extra}]'" in error and run.stdout == ""

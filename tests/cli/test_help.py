@@ -34,7 +34,7 @@ def help_entries(text):
   return {flags: " ".join(words.split()) for flags, words in entries}
 
 
-ALL = ["run", "generate", "serve", "bench", "pull", "list", "rm", "convert", "doctor", "completion"]
+ALL = ["run", "generate", "serve", "bench", "pull", "list", "rm", "doctor", "completion"]
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS, *ALL])

@@ -1,5 +1,4 @@
-"""GGUF files, loaded and converted: the weights equal the output of ggml's own decoder, the package gguf. A loaded file
-equals its converted folder bit for bit."""
+"""GGUF files: the weights equal the output of ggml's own decoder, the package gguf."""
 import json
 import random
 from pathlib import Path
@@ -8,8 +7,8 @@ import gguf
 import numpy as np
 import pytest
 from helpers.engines import ENGINE, LogitsRecorder
-from helpers.gguf_files import check_conversion, decoded, write_gguf
-from helpers.models import CORPUS, VARIANTS, load, read_safetensors, tiny_model, write_safetensors
+from helpers.gguf_files import decoded, read_matrices, write_gguf
+from helpers.models import CORPUS, VARIANTS, load, tiny_model, write_safetensors
 from helpers.quantized_models import load_model
 from helpers.record_models import write_model
 from helpers.reference import reference_greedy
@@ -18,43 +17,27 @@ from tinygrad import Tensor, dtypes, nn
 import tinyvllm
 from tinyvllm import LLM
 from tinyvllm.backend import Backend
-from tinyvllm_extra.cli.convert import convert
 from tinyvllm_extra.formats.gguf_tokenizer import make_tokenizer
 from tinyvllm_extra.text.huggingface import load_tokenizer
 from tinyvllm_extra.formats.checkpoints import open_checkpoint
+from tinyvllm_extra.kernels.quantized import Quantized
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512}   # blocks have up to 256 inputs
-KINDS = {   # bits, group size, with offsets
-  "Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q5_0": (8, 32, False), "Q5_1": (8, 32, True), "Q8_0": (8, 32, False),
-  "Q2_K": (4, 16, True), "Q3_K": (4, 16, False), "Q4_K": (4, 32, True), "Q5_K": (8, 32, True), "Q6_K": (8, 16, False),
+KINDS = {   # bits, group size, with offsets: int4 always has them
+  "Q4_0": (4, 32, True), "Q4_1": (4, 32, True), "Q5_0": (8, 32, False), "Q5_1": (8, 32, True), "Q8_0": (8, 32, False),
+  "Q2_K": (4, 16, True), "Q3_K": (4, 16, True), "Q4_K": (4, 32, True), "Q5_K": (8, 32, True), "Q6_K": (8, 16, False),
   "IQ4_NL": (8, 32, False), "IQ4_XS": (8, 32, False)}
 WIDE_SCALES = {x for x in KINDS if x.endswith(("_K", "_XS"))}   # products of two numbers, which float16 would round
 
 
-def convert_model(tmp_path, kind, config=WIDE, **options):
-  """Write a tiny model as tmp_path/model.gguf, convert it, and return both."""
-  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf", **config), kind, **options)
-  return path, convert(path, tmp_path / "converted")
+def write_model_file(tmp_path, kind, config=WIDE, **options):
+  return write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf", **config), kind, **options)
 
 
-def formats_of(folder):
-  """Check the quantization_config. Return (bits, group size, with offsets) of each quantized matrix."""
-  config = json.loads((folder / "config.json").read_text()).get("quantization_config")
-  tensors = read_safetensors(folder / "model.safetensors")
-  if not config: return {}
-  packings, formats = {4: "pack-quantized", 8: "int-quantized"}, {}
-  for group in config["config_groups"].values():
-    weights = group["weights"]
-    assert group["format"] == packings[weights["num_bits"]]
-    formats |= dict.fromkeys(group["targets"], (weights["num_bits"], weights["group_size"], not weights["symmetric"]))
-  used = {packings[bits] for bits, *_ in formats.values()}
-  assert config["format"] == ("mixed-precision" if len(used) > 1 else used.pop())
-  assert config["quant_method"] == "compressed-tensors"
-  assert formats.keys() == {name.removesuffix(".weight_scale") for name in tensors if name.endswith("_scale")}
-  assert sorted(config["ignore"]) == [name.removesuffix(".weight") for name, x in tensors.items()
-                                      if x.ndim == 2 and name.endswith(".weight") and x.dtype != np.int8]
-  for name, (bits, *_) in formats.items(): assert (f"{name}.weight_packed" in tensors) == (bits == 4)
-  return formats
+def formats_of(matrices):
+  """Return (bits, group size, with offsets) of each quantized matrix."""
+  return {name: (8 if w.q.dtype == np.int8 else 4, w.q.shape[1] // w.scale.shape[1], w.offset is not None)
+          for name, w in matrices.items() if isinstance(w, Quantized)}
 
 
 def bits_of(tensor):
@@ -80,16 +63,13 @@ def check_weights_equal(a, b):
 @pytest.mark.parametrize("kind", KINDS)
 def test_type_equals_gguf_package(tmp_path, kind, config):
   """A model that computes in float16 rounds scales to float16."""
-  path, folder = convert_model(tmp_path, kind, config)
-  check_conversion(folder, path)
-  formats = formats_of(folder)
-  assert {*formats.values()} == {KINDS[kind]} and "lm_head" in formats
+  path = write_model_file(tmp_path, kind, config)
+  matrices = read_matrices(path)
+  assert {*formats_of(matrices).values()} == {KINDS[kind]} and isinstance(matrices["lm_head"], Quantized)
   exact = "float32" if kind in WIDE_SCALES else "float16"
-  tensors = read_safetensors(folder / "model.safetensors")
-  assert {x.dtype for name, x in tensors.items() if name.endswith("_scale")} == {np.dtype(exact)}
+  assert {w.scale.dtype for w in matrices.values()} == {np.dtype(exact)}
   for dtype, count in ((dtypes.float32, 2), (dtypes.float16, 1), (dtypes.bfloat16, 1)):
     model = load_model(path, dtype, count)
-    check_weights_equal(model, load_model(folder, dtype, count))
     scales = {scale.dtype for module in model.modules() for scale in getattr(module, "scales", {}).values()}
     assert scales == {getattr(dtypes, exact) if dtype == dtypes.float32 else dtypes.float16}
     assert model.embed_tokens.weight.dtype == dtype
@@ -112,36 +92,31 @@ MIXTURES = [   # type, exceptions, and formats of matrices
 
 @pytest.mark.parametrize("kind,kinds,expected", MIXTURES)
 def test_mixture_gives_fused_projections_one_format(tmp_path, kind, kinds, expected):
-  path, folder = convert_model(tmp_path, kind, kinds=kinds)
-  check_conversion(folder, path)
-  formats = formats_of(folder).items()
+  formats = formats_of(read_matrices(write_model_file(tmp_path, kind, kinds=kinds))).items()
   assert expected.items() <= {name.split(".")[-1]: x for name, x in formats}.items()
-  check_weights_equal(load_model(path), load_model(folder))
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
-def test_floats_keep_dtype_and_values(tmp_path, kind):
-  path, folder = convert_model(tmp_path, kind)
-  check_conversion(folder, path)
-  assert formats_of(folder) == {}
-  for dtype, count in ((dtypes.float16, 1), (dtypes.float32, 2)):
-    model = load_model(path, dtype, count)
-    check_weights_equal(model, load_model(folder, dtype, count))
-  assert model.lm_head.weight.dtype == {"F32": dtypes.float32, "F16": dtypes.float16, "BF16": dtypes.bfloat16}[kind]
+@pytest.mark.parametrize("kind,dtype", [("F32", dtypes.float32), ("F16", dtypes.float16), ("BF16", dtypes.bfloat16)])
+def test_floats_keep_dtype_and_values(tmp_path, kind, dtype):
+  path = write_model_file(tmp_path, kind)
+  assert formats_of(read_matrices(path)) == {}
+  expected = decoded(path, load(tmp_path / "hf")[1])["lm_head.weight"]
+  np.testing.assert_array_equal(load_model(path, backend=Backend()).lm_head.weight.numpy(), expected)
+  assert load_model(path).lm_head.weight.dtype == dtype
 
 
 @pytest.mark.parametrize("kind,tied", [("Q4_0", False), ("Q4_K", True), ("Q6_K", False)])
 def test_quantized_ids_and_logits_equal_decoded_weights(tmp_path, kind, tied):
   """All matrices are quantized, also the embeddings. The core's backend loads the weights that gguf decodes."""
-  path, converted = convert_model(tmp_path, kind, {**WIDE, "tie_word_embeddings": tied})
+  path = write_model_file(tmp_path, kind, {**WIDE, "tie_word_embeddings": tied})
   folder = tmp_path / "hf"
   write_safetensors(folder / "model.safetensors", decoded(path, load(folder)[1]))
   ids = [3, 50, 99, 301]
-  (expected, logits), *others = [LogitsRecorder(LLM(x, **ENGINE)).generate(ids, 8) for x in (folder, path, converted)]
+  expected, logits = LogitsRecorder(LLM(folder, **ENGINE)).generate(ids, 8)
   assert expected == reference_greedy(folder, ids, 8)
-  for ids, own_logits in others:
-    assert ids == expected
-    np.testing.assert_allclose(own_logits, logits, 1e-6, 1e-5)
+  own_ids, own_logits = LogitsRecorder(LLM(path, **ENGINE)).generate(ids, 8)
+  assert own_ids == expected
+  np.testing.assert_allclose(own_logits, logits, 1e-6, 1e-5)
   check_weights_equal(load_model(path, backend=Backend()), load_model(folder, backend=Backend()))
 
 
@@ -157,15 +132,14 @@ def test_architecture_equals_safetensors(tmp_path, name):
   if name in VARIANTS: folder = tiny_model(tmp_path / "hf", **VARIANTS[name])
   else: folder = write_model(tmp_path / "hf", name, **{"query_pre_attn_scalar": 8} if "gemma" in name else {})
   path = write_gguf(tmp_path / "model.gguf", folder)
-  source, *loaded = [load_model(x) for x in (folder, path, convert(path, tmp_path / "converted"))]
-  for model in loaded:
-    check_weights_equal(source, model)
-    assert type(source) is type(model)
-    different = {x for x, value in vars(source.config).items() if value != getattr(model.config, x)}
-    assert different <= {"ropes", "rope_scaling", "rope_theta", "norm_offset"}   # of tables and weights
-    for length in (16, 64):
-      for expected, table in zip(source.ropes(length), model.ropes(length), strict=True):
-        np.testing.assert_allclose(table.numpy(), expected.numpy(), atol=1e-6)
+  source, model = load_model(folder), load_model(path)
+  check_weights_equal(source, model)
+  assert type(source) is type(model)
+  different = {x for x, value in vars(source.config).items() if value != getattr(model.config, x)}
+  assert different <= {"ropes", "rope_scaling", "rope_theta", "norm_offset"}   # of tables and weights
+  for length in (16, 64):
+    for expected, table in zip(source.ropes(length), model.ropes(length), strict=True):
+      np.testing.assert_allclose(table.numpy(), expected.numpy(), atol=1e-6)
 
 
 def test_raw_tensors_differ_with_weights_and_cover_all(tmp_path):
@@ -189,14 +163,14 @@ def test_sentencepiece_tokenizer_equals_original(tmp_path, bundled):
   letters = [*"abc de.,<>▁\n\t09éλ日\u0301\U0001f642", "</s>", "<s>", "<0x41>", "  ", "the ", " house"]
   texts = [*CORPUS, "", " ", "  two  spaces  "]
   texts += ["".join(rng.choices(letters, k=rng.randrange(40))) for _ in range(300)]
-  for tokenizer in (open_checkpoint(path).tokenizer(), load_tokenizer(convert(path, tmp_path / "converted"))):
-    for text in texts:
-      ids = expected.encode(text)
-      assert tokenizer.encode(text) == ids and tokenizer.decode(ids) == expected.decode(ids), repr(text)
-    assert (tokenizer.eos_token_id, tokenizer.config["bos_token"], tokenizer.prefix) == (2, "<s>", [1])
-    messages = [{"role": "user", "content": "hello"}]
-    if bundled: assert tokenizer.apply_chat_template(messages) == expected.apply_chat_template(messages)
-    assert tokenizer.config["chat_template"] == template
+  tokenizer = open_checkpoint(path).tokenizer()
+  for text in texts:
+    ids = expected.encode(text)
+    assert tokenizer.encode(text) == ids and tokenizer.decode(ids) == expected.decode(ids), repr(text)
+  assert (tokenizer.eos_token_id, tokenizer.config["bos_token"], tokenizer.prefix) == (2, "<s>", [1])
+  messages = [{"role": "user", "content": "hello"}]
+  if bundled: assert tokenizer.apply_chat_template(messages) == expected.apply_chat_template(messages)
+  assert tokenizer.config["chat_template"] == template
 
 
 def test_byte_level_added_tokens_are_encoded_whole(tmp_path):

@@ -1,6 +1,7 @@
-"""GGUF files as llama.cpp's converter writes them, and the tensors of converted ones."""
+"""GGUF files as llama.cpp's converter writes them, and their tensors."""
 import functools
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,10 @@ from typing import Any
 import gguf
 import numpy as np
 
-from .models import load, read_safetensors
+from tinyvllm_extra.formats.checkpoints import open_checkpoint
+from tinyvllm_extra.formats.quantization import dequantize
+
+from .models import load
 from .reference import rope_frequencies
 
 # Fields of config.json, and the names of GGUFWriter's methods that add them
@@ -121,22 +125,6 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | 
   return writer.format_shard_names(path)[0]
 
 
-def values(tensors: dict[str, np.ndarray], module: str) -> np.ndarray:
-  """Return a module's dequantized weight."""
-  if f"{module}.weight_packed" in tensors:
-    words = tensors[f"{module}.weight_packed"].view(np.uint32)
-    q = (words[..., None] >> np.arange(0, 32, 4, np.uint32) & 15).reshape(tensors[f"{module}.weight_shape"])
-    q = q.astype(np.float32) - (0 if f"{module}.weight_offset" in tensors else 8)
-  else:
-    q = tensors[f"{module}.weight"]
-    if f"{module}.weight_scale" not in tensors: return q.astype(np.float32)
-    assert q.dtype == np.int8
-  scale = tensors[f"{module}.weight_scale"]
-  offset = tensors.get(f"{module}.weight_offset", np.zeros_like(scale))
-  scale, offset = (x.astype(np.float32).repeat(q.shape[1] // x.shape[1], 1) for x in (scale, offset))
-  return q * scale + offset
-
-
 def decoded(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
   """Return the tensors with Hugging Face's names, dequantized by gguf. The file, or its parts, must have no others."""
   readers = [gguf.GGUFReader(x) for x in sorted(path.parent.glob(path.name.replace("-00001-of-", "-*-of-")))]
@@ -149,10 +137,20 @@ def decoded(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
           for name, x in found.items()}
 
 
-def check_conversion(folder: Path, path: Path) -> None:
-  """Check that the folder has all tensors of the file, with the values that gguf decodes, and no others."""
-  tensors = read_safetensors(folder / "model.safetensors")
-  modules = {name.rpartition(".")[0] for name in tensors}
-  own = {f"{module}.weight": values(tensors, module) for module in modules}
-  own |= {name: x for name, x in tensors.items() if name.endswith(".bias")}
-  for name, expected in decoded(path, own).items(): np.testing.assert_array_equal(own[name], expected, name)
+def read_matrices(path: Path) -> dict[str, Any]:
+  """Return the matrices as a checkpoint reads them, with q, k and v, and gate and up, in one format. Check that all
+  tensors have the values that gguf decodes."""
+  checkpoint = open_checkpoint(path)
+  checkpoint.unread = checkpoint.stored_tensors()
+  groups: dict[str, dict[str, tuple[int, ...]]] = {}
+  for name, tensor in checkpoint.unread.items():
+    fused = re.sub("[qkv]_proj|(gate|up)_proj", lambda match: match[1] and "gate_up" or "qkv", name)
+    if len(tensor.shape) == 2: groups.setdefault(fused, {})[name.removesuffix(".weight")] = tensor.shape
+  expected = decoded(path, checkpoint.all_tensors)
+  matrices = {name: w for shapes in groups.values()
+              for name, w in zip(shapes, checkpoint.read_matrices(shapes), strict=True)}
+  for name, x in [(f"{name}.weight", dequantize(w, np.float32)) for name, w in matrices.items()] + [
+      (name, tensor.read_float32()) for name, tensor in checkpoint.all_tensors.items()]:
+    if x.dtype == np.uint16: x = (x.astype(np.uint32) << 16).view(np.float32)   # bfloat16
+    np.testing.assert_array_equal(x, expected[name], name)
+  return matrices

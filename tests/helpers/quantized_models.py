@@ -65,12 +65,6 @@ def compressed_tensors(name, q, scale, zero, group_of, bits, config):
   return {f"{name}.{suffix}": x for suffix, x in tensors.items()}
 
 
-def with_offsets(name, q, scale, zero, *others):
-  """`tinyvllm convert` writes this format if offsets are not multiples of the scale."""
-  offset = (-zero * scale.astype(np.float32)).astype(np.float16)
-  return compressed_tensors(name, q, scale, zero, *others) | {f"{name}.weight_offset": offset}
-
-
 def compressed(bits, form="pack-quantized", **weights):
   """Return a quantization_config with all keys that compressed-tensors 0.20 writes."""
   config = json.loads((DATA / "compressed_tensors_config.json").read_text())
@@ -100,8 +94,7 @@ FORMATS = {
   "compressed-tensors, int8 per group": (compressed(8, "int-quantized"), compressed_tensors, 8, 16, True),
   "compressed-tensors, int8, zero points": (
     compressed(8, "int-quantized", symmetric=False), compressed_tensors, 8, 32, False),
-  "compressed-tensors, act-order": (compressed(4, actorder="group"), compressed_tensors, 4, 32, True),
-  "offsets": (compressed(4), with_offsets, 4, 32, False)}
+  "compressed-tensors, act-order": (compressed(4, actorder="group"), compressed_tensors, 4, 32, True)}
 
 
 def quantized_model(folder: Path, name: str, seed: int = 0) -> tuple[Path, Path]:
@@ -121,7 +114,6 @@ def quantized_model(folder: Path, name: str, seed: int = 0) -> tuple[Path, Path]
     if config.get("desc_act") or "act-order" in name: group_of = g_idx.setdefault(inputs, rng.permutation(group_of))
     tensors |= write(key.removesuffix(".weight"), q, scale, zero, group_of, bits, config)
     offset = -zero * scale.astype(np.float32)
-    if write is with_offsets: offset = offset.astype(np.float16)
     plain[key] = q * scale.astype(np.float32)[:, group_of] + offset[:, group_of]
   tiny_model(folder / "float", **SIZES)
   write_safetensors(folder / "float" / "model.safetensors", plain)

@@ -127,7 +127,7 @@ def test_greedy_ids_equal_reference_with_kernels_within_device_limits(llm, folde
   assert limit_violations(llm, llm.backend.memory.largest_tensor()) == []
 
 
-@pytest.mark.parametrize("name", ["offsets", "compressed-tensors, int8 per group"])
+@pytest.mark.parametrize("name", ["compressed-tensors, zero points", "compressed-tensors, int8 per group"])
 def test_quantized_weights_equal_dequantized_reference(tmp_path, name):
   quantized, plain = quantized_model(tmp_path, name)
   llm = open_engine(quantized, dtype="float32", num_gpu_blocks_override=BLOCKS + 1)

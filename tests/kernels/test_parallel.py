@@ -88,7 +88,7 @@ def test_quantization_at_load_quantizes_each_shard(tmp_path, bits):
   check(tiny_model(tmp_path / "float", **sizes), 2, by_hand, quantization=f"int{bits}")
 
 
-@pytest.mark.parametrize("name", ["gptq, act-order", "compressed-tensors, zero points", *slow("awq", "offsets")])
+@pytest.mark.parametrize("name", ["gptq, act-order", "compressed-tensors, zero points", *slow("awq")])
 def test_prequantized_matrix_is_split_or_dequantized_with_warning(tmp_path, caplog, name):
   """Matrices have 64 and 96 inputs: 2 and 3 groups of 32, or 4 and 6 groups of 16."""
   quantized, plain = quantized_model(tmp_path, name)

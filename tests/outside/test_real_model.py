@@ -10,7 +10,6 @@ from helpers.engines import LogitsRecorder
 from helpers.requests import greedy, ids_of
 
 from tinyvllm import LLM
-from tinyvllm_extra.cli.convert import convert
 
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "smollm2.npz"
 PROMPTS = range(5)
@@ -65,10 +64,9 @@ def test_greedy_ids_in_batch_of_5_equal_golden(recorder, golden):
   for i in PROMPTS: check_ids(golden, i, ids_of(outputs[i]))
 
 
-@pytest.mark.parametrize("converted", [False, True])
-def test_gguf_ids_equal_safetensors(model, recorder, golden, tmp_path, converted):
+def test_gguf_ids_equal_safetensors(model, recorder, golden):
   path = Path(f"{model}.gguf")
   if not path.exists(): pytest.fail(f"{path} must be the same model as GGUF")
-  gguf = LLM(convert(path, tmp_path / "converted") if converted else path, **OPTIONS)
+  gguf = LLM(path, **OPTIONS)
   output, expected = (llm.generate(text(golden, 0), greedy(8))[0] for llm in (gguf, recorder.engine))
   assert output.prompt_token_ids == golden["input_ids_0"].tolist() and ids_of(output) == ids_of(expected)

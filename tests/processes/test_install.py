@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import ROOT
-from helpers.gguf_files import write_gguf
-from helpers.models import tiny_model
 
 CORE = {"tinygrad", "safetensors", "sentencepiece", "numpy"}
 TOOLS = ("cat", "echo", "env", "false", "ls", "sh", "true", "uname")
@@ -236,13 +234,6 @@ def test_command_without_its_extra_fails_and_names_it(installed, used_home, extr
   assert run.returncode == 1 and run.stdout == "" and "Traceback" not in run.stderr
   assert last.startswith("tinyvllm: ") and f"pip install 'tinyvllm[{extra}]'" in last
   assert all(line.startswith(("loaded ", "KV cache")) for line in log), run.stderr
-
-
-def test_convert_gguf_without_compiler_writes_model(installed, tmp_path):
-  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"), "Q8_0", tokenizer="llama")
-  run = installed.run(tmp_path / "home", "tinyvllm", "convert", path, tmp_path / "converted")
-  assert (run.returncode, run.stdout, run.stderr) == (0, f"{tmp_path / 'converted'}\n", "")
-  assert (tmp_path / "converted" / "tokenizer.model").exists()
 
 
 def test_source_distribution_installs_by_pip_without_git(installed, used_home, sdist, tmp_path):

@@ -11,7 +11,7 @@ flag that `tinyvllm COMMAND --help` shows.
 """
 # The text above is the help. This module parses the command line and prints errors in one line. It imports neither
 # tinygrad nor packages of extras; a command's module does.
-import os, pathlib, subprocess, sys
+import os, subprocess, sys
 
 from tinyvllm import __version__
 from tinyvllm.config import JsonObject
@@ -56,9 +56,6 @@ def make_parser() -> CommandParser:
     command = add(name, text, "downloads")
     command.add_argument("--download-dir", help="Folder for downloads (default: the hub's cache)", metavar="DIR")
     if words: command.add_argument("names", nargs="+" if name == "rm" else 1, metavar="MODEL", help="ORG/NAME[:TYPE]")
-  command = add("convert", "Convert a GGUF file to a model folder", "convert")
-  command.add_argument("file", type=pathlib.Path, help="GGUF file to read")
-  command.add_argument("folder", type=pathlib.Path, help="Folder to write, new or empty")
   command = add("doctor", "Test the devices of this machine", "doctor", "cpu")
   command.add_argument("--model", default=None, help="Also check if this folder or GGUF file fits (default: none)")
   command.add_argument("--seconds", type=float, default=1.0, help="Seconds per bandwidth test (default: 1)")

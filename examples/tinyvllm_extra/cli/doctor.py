@@ -18,8 +18,6 @@ from tinyvllm_extra.formats.gguf import GGUFCheckpoint
 from tinyvllm_extra.kernels.drivers import device_memory, host_memory
 from tinyvllm_extra.models import find_model
 
-from . import convert
-
 LIMIT = 90   # timeout of a backend's process, in seconds
 BUFFER = 2**28   # maximum size of the bandwidth test's weights, in bytes
 INPUTS = 4096    # number of input features of the weights
@@ -154,10 +152,9 @@ def read_model(path: pathlib.Path) -> tuple[JsonObject, JsonObject]:
   has_weights = path.is_file() or any(path.glob("*.safetensors"))   # config.json alone suffices for the fit
   description = {"checkpoint": checkpoint.describe()} if has_weights else {}
   if not isinstance(checkpoint, GGUFCheckpoint) or checkpoint.method != "gguf": return hf, description
-  tensors = {name: x for name, x in checkpoint.all_tensors.items() if ".layers." in name}
-  formats = convert.matrix_formats(tensors)
-  bits = np.average([getattr(x, "bits", 16) for x in formats.values()],
-                    weights=[math.prod(tensors[f"{name}.weight"].shape) for name in formats])
+  matrices = [x for name, x in checkpoint.all_tensors.items() if ".layers." in name and len(x.shape) == 2]
+  bits = np.average([getattr(x.tensor_type.quant_format, "bits", 16) for x in matrices],
+                    weights=[math.prod(x.shape) for x in matrices])
   return hf | {"quantization_config": {"bits": 4 if bits < 6 else 8}}, description
 
 

@@ -72,9 +72,9 @@ def sentencepiece_model(config: JsonObject) -> bytes:
   return encode_protobuf(*messages, (2, trainer), (3, spaces))
 
 
-def read_tokenizer(path: pathlib.Path, metadata: JsonObject, vocab_size: int) -> tuple[Any, JsonObject]:
-  """Return a tokenizers.Tokenizer or the content of a tokenizer.model, and the content of tokenizer_config.json.
-  vocab_size: rows of the embeddings. Raises InputError naming the missing or unsupported key."""
+def make_tokenizer(path: pathlib.Path, metadata: JsonObject, vocab_size: int) -> ChatTokenizer:
+  """Build a file's tokenizer. vocab_size: rows of the embeddings. Raises InputError naming the missing or unsupported
+  key."""
   named = {name.removeprefix(TEMPLATE): text for name, text in metadata.items() if name.startswith(TEMPLATE)}
   config = {name.split(".")[-1]: value for name, value in metadata.items()
             if name.startswith("tokenizer.") and not name.startswith(TEMPLATE)}
@@ -97,18 +97,10 @@ def read_tokenizer(path: pathlib.Path, metadata: JsonObject, vocab_size: int) ->
   try:
     for name in ("bos", "eos"):
       if f"{name}_token_id" in config: settings[f"{name}_token"] = tokens[config[f"{name}_token_id"]]
-    if lib: return byte_level(lib, config), settings
+    if lib: return wrap(byte_level(lib, config), settings)
     added = [i for i, x in enumerate(config["token_type"]) if x == USER_DEFINED]   # matched before splitting
     settings["added_tokens_decoder"] = {str(i): {"content": tokens[i], "special": False} for i in added}
-    model = sentencepiece_model(config)
-    SentencePieceProcessor(model_proto=model)   # raises if it is damaged
-    return model, settings
+    return wrap_sentencepiece(SentencePieceProcessor(model_proto=sentencepiece_model(config)), settings)
   except Exception as e:   # the libraries fail in many ways
     raise InputError(f"model: {path}: tokenizer.ggml is not a valid {model_type} vocabulary: {e}") from e
 
-
-def make_tokenizer(path: pathlib.Path, metadata: JsonObject, vocab_size: int) -> ChatTokenizer:
-  """Build a file's tokenizer. Raises InputError as `read_tokenizer` does."""
-  library, settings = read_tokenizer(path, metadata, vocab_size)
-  if isinstance(library, bytes): return wrap_sentencepiece(SentencePieceProcessor(model_proto=library), settings)
-  return wrap(library, settings)

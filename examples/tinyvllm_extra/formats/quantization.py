@@ -197,7 +197,6 @@ def read_matrix(source: TensorSource, name: str, shape: tuple[int, int]) -> Matr
   if stored.bits == 8 and layout.packed is not None:   # 0 to 255 does not fit int8
     q = (q ^ 128).view(np.int8)
     offset = offset + 128 * scale
-  if stored.has("weight_offset"): offset = to_float32(stored.read("weight_offset", *groups))
   order = stored.column_order()
   stored.check_config()
   return Quantized(q[:, order], narrow(scale), narrow(offset) if offset.any() else None, order)
