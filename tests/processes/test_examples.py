@@ -33,12 +33,14 @@ BEAM, SOME = r"\s+-\d+\.\d{3} (stop|length) +", r"[1-9]\d*"
   ("ten_users", r"(.+ \(\d+ pieces, first token after \d+ ms\)\n){10}\d+ tokens in \d+ steps, .+\n"),
   ("custom_backend", r"[^\n]*\bunchanged: The cat \w[^\n]{20,}\n"),
   ("beam_search", rf"({BEAM}'The cat [^\n]*'){{3}}({BEAM}'Once upon a time [^\n]*'){{3}}\n"),
+  pytest.param("terminal", "", marks=pytest.mark.slow),
   pytest.param("pool_over_time", rf".*{SOME} blocks shared; {SOME} of \d+ prompt tokens cached; {SOME} preemptions.*",
                marks=pytest.mark.slow)])
 def test_example_prints_its_texts(script, pattern, tmp_path):
-  arguments = [tmp_path / "pool.svg"] if script == "pool_over_time" else []
+  pictures = [tmp_path / "picture.svg"] if script in ("pool_over_time", "terminal") else []
+  arguments = [*pictures, ROOT / "tinyvllm/default_model"] if pictures else []
   assert re.fullmatch(pattern, run(sys.executable, f"examples/{script}.py", *arguments), re.DOTALL)
-  assert all(file.read_text().endswith("</svg>\n") for file in arguments)
+  assert all(file.read_text().endswith("</svg>\n") for file in pictures)
 
 
 def test_openai_client_with_bundled_model_prints_all_answers(server):
