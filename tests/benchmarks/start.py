@@ -4,21 +4,30 @@ python tests/benchmarks/start.py [--model DIR | --shape llama-3.1-8b] [--request
 
 Starts a process with an empty kernel cache (cold) and a second one with the same cache (warm), and prints the seconds
 from the start of the process until the model is loaded, until the first token, and until all graph shapes of the
-server's list are captured (greedy and sampled). Then runs the server's engine under requests with random lengths and
+server's list are captured (greedy and sampled). Without --shape, likewise the seconds until `tinyvllm serve` and
+`tinyvllm run` have answered a first request with 4 tokens. Then runs the server's engine under requests with random lengths and
 sampling (greedy or sampled), 16 at once, and prints the longest gap between two tokens of a stream and the longest time
 to first token: once with graphs captured when first requested, once with graphs captured ahead."""
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
+import socket
+import subprocess
+import sys
 import time
+import urllib.request
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import common
 
 from tinyvllm import SamplingParams
+
+
+COMMANDS = "serve", "run"
 
 
 def print_json(**values) -> None: print(json.dumps(values), flush=True)
@@ -32,6 +41,25 @@ def start(args: argparse.Namespace) -> None:
   print_json(stage="first token", time=time.monotonic())
   steps = len(list(llm.capture()))
   print_json(stage="all captured", time=time.monotonic(), steps=steps)
+
+
+def first_answer(command: str, model: str | None, cache: str) -> float:
+  """Return the seconds from the start of `tinyvllm serve` or `tinyvllm run` until its first answer is complete."""
+  with socket.create_server(("127.0.0.1", 0)) as free: port = free.getsockname()[1]
+  options = ["--port", str(port)] if command == "serve" else ["--max-tokens", "4"]
+  body = json.dumps({"prompt": "Hello", "max_tokens": 4}).encode()
+  url, headers = f"http://127.0.0.1:{port}/v1/completions", {"content-type": "application/json"}
+  started = time.monotonic()
+  with subprocess.Popen([sys.executable, "-m", "tinyvllm", command, *([model] if model else []), *options], text=True,
+                        env={**os.environ, "CACHEDB": cache}, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                        stdout=subprocess.PIPE) as process:
+    if command == "run": process.communicate("Hello\n")
+    while command == "serve":
+      with contextlib.suppress(OSError): command = urllib.request.urlopen(urllib.request.Request(url, body, headers)).reason   # HTTP 503 before
+      time.sleep(0.02)
+    seconds = time.monotonic() - started
+    process.terminate()
+  return seconds
 
 
 async def load(args: argparse.Namespace) -> None:
@@ -79,6 +107,9 @@ def main() -> None:
       stages = common.results_of_process("--only", "start", CACHEDB=cache)
       times = ", ".join(f"{x['stage']} {x['time'] - started:.1f} s" for x in stages)
       print(f"{name}: {times} ({stages[-1]['steps']} graphs)", flush=True)
+    for name in () if args.shape else ("cold", "warm"):
+      seconds = [first_answer(command, args.model, os.path.join(folder, command, "cache.db")) for command in COMMANDS]
+      print(f"{name}: first answer of `serve` {seconds[0]:.1f} s, of `run` {seconds[1]:.1f} s", flush=True)
     for name, flags in (("captured when requested", []), ("captured ahead", ["--prepare"])):
       result, = common.results_of_process("--only", "load", *flags, CACHEDB=cache)
       print(f"{name}: longest gap in a stream {result['gap']:.3f} s, longest time to first token "

@@ -39,10 +39,13 @@ class KernelFolder:
 
   def lower_in_parallel(self, kernels: list[tuple[UOp, Renderer]]) -> None:
     """Write the kernels' files from copies of this process: threads would take turns, and delay running steps."""
-    count = min(len(kernels) // 4, cpu_cores(), 4) if sys.platform == "linux" else 0
-    children = [os.fork() or self.lower(kernels[i::count]) for i in range(count)]
+    parts: list[list[tuple[UOp, Renderer]]] = [[] for _ in range(min(len(kernels) // 4, cpu_cores(), 4))]
+    if not parts or sys.platform != "linux": return
+    def work(part: list[tuple[UOp, Renderer]]) -> int: return sum(len(ast.toposort()) for ast, _ in part)
+    for kernel in sorted(kernels, key=lambda kernel: work([kernel]), reverse=True): min(parts, key=work).append(kernel)
+    children = [os.fork() or self.lower(part) for part in parts]
     for child in children: os.waitpid(child, 0)
-    self.compiled += len(kernels) if count else 0
+    self.compiled += len(kernels)
 
   def lower(self, kernels: list[tuple[UOp, Renderer]]) -> int:
     """Write the kernels' files, and end this process. A kernel that fails does so again in the parent process."""

@@ -178,7 +178,7 @@ class Server(uvicorn.Server):
   def prepare(self) -> None:
     """Load the model, wait until requests can run, and log the URLs."""
     self.load()
-    if self.state() and not self.should_exit: logger.info("capturing steps: 1 s each, 2 to 10 s if kernels compile")
+    if self.state() and not self.should_exit: logger.info("capturing a step: 1 s, or 10 s if kernels compile")
     while self.state() and not self.should_exit: time.sleep(0.05)
     if not self.should_exit: logger.info(f"ready: chat page {self.address()}/, API {self.address()}/v1")
 
