@@ -23,9 +23,6 @@ from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.serving.async_engine import AsyncLLM
 
 
-CAPTURED = None, SimpleNamespace(cnt=2)   # of Runner.graphs
-
-
 @pytest.fixture
 def fresh(words_folder):
   """A function that makes an engine without graphs, with at most 8 sequences and 32 tokens per step."""
@@ -50,22 +47,22 @@ def test_choose_graph_pads_to_captured_graph_until_requested_often(fresh, words_
 
 def test_choose_graph_captures_immediately_if_padding_doubles_time(fresh):
   runner = fresh().runner
+  captured = runner.backend.graphs.captured
   greedy_key, filtered_key = GraphKey(32, 8), GraphKey(32, 8, SamplerMode.FILTERED)
   assert runner.choose_key(GraphKey(3, 1)) == GraphKey(4, 4)
-  runner.graphs[greedy_key] = CAPTURED
+  captured.add((runner, greedy_key))
   assert runner.choose_key(GraphKey(20, 1)) == greedy_key
   random_key = GraphKey(20, 1, SamplerMode.RANDOM)
   assert runner.choose_key(random_key).sampler_mode == SamplerMode.RANDOM, "a greedy graph cannot sample"
-  runner.graphs[filtered_key] = CAPTURED
+  captured.add((runner, filtered_key))
   assert runner.choose_key(random_key) == filtered_key, "a sampling graph serves greedy requests, too"
   assert runner.choose_key(GraphKey(20, 1)) == greedy_key
   assert runner.choose_key(GraphKey(20, 20)).num_rows == 32, "prompt_logprobs need all logits of a prompt"
   # A step's cost is 16 tokens and its own: 16 + 16 < 2 * (16 + 1), but 16 + 32 = 2 * (16 + 8)
   for small, large, chosen in ((8, 16, 16), (8, 32, 8), (1, 16, 16), (1, 32, 1)):
-    runner.graphs = {GraphKey(large, 8): CAPTURED}
+    captured.clear()
+    captured.add((runner, GraphKey(large, 8)))
     assert runner.choose_key(GraphKey(small, 1)).num_tokens == chosen
-  runner.graphs = {GraphKey(8, 8): (None, SimpleNamespace(cnt=1))}
-  assert runner.choose_key(GraphKey(5, 1)).num_tokens == 8 and runner.choose_key(GraphKey(3, 1)).num_tokens == 4
 
 
 def test_capture_sizes_are_captured_only_at_start(fresh):
@@ -126,7 +123,7 @@ def test_usual_sizes_end_with_the_largest_step(fresh, monkeypatch):
 def test_async_llm_captures_optional_graphs_while_idle(words_folder, monkeypatch):
   monkeypatch.setattr("tinyvllm_extra.serving.async_engine.IDLE_SECONDS", 0.05)
   llm = AsyncLLM(words_folder, prepare=True, cudagraph_capture_sizes=[8], max_num_seqs=4, max_num_batched_tokens=8)
-  wait_until(lambda: llm._driver.state is None, "all graphs are captured")
+  wait_until(lambda: llm._driver.optional is None, "all graphs are captured")
   assert {key.sampler_mode for key in llm.llm.runner.graphs} == {*SamplerMode} and len(llm.llm.runner.graphs) == 4
   assert llm.state == ""
   llm.shutdown()
@@ -148,7 +145,7 @@ def test_async_llm_runs_requests_while_it_captures(words_folder, monkeypatch):
   keys = [*llm.llm.runner.graphs]
   assert keys == [GraphKey(8, 8, SamplerMode.FILTERED)] and llm.llm.scheduler.config.max_num_batched_tokens == 8
   may_capture.set()
-  llm._driver.capturing.join()
+  llm._driver.captures.join()
   assert len(llm.llm.runner.graphs) == 4 and llm.llm.scheduler.config is llm.llm.config
   llm.shutdown()
 

@@ -1,8 +1,6 @@
-"""`tinyvllm run`: a conversation in the terminal. While the user types, a thread captures graphs. It ends before the
-answer begins, since only one thread at a time may use the engine."""
+"""`tinyvllm run`: a conversation in the terminal. Meanwhile a thread captures steps."""
 import contextlib, dataclasses, difflib, inspect, json, logging, os, pathlib, signal, sys, threading, time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,7 +75,6 @@ class Chat:
   settings: JsonObject   # sampling parameters that differ from the model's defaults
   is_verbose: bool = False
   messages: list[JsonObject] = dataclasses.field(default_factory=list)
-  captures: Iterator[str] = iter(())
   code: int = 0
 
   def run(self) -> int:
@@ -87,7 +84,7 @@ class Chat:
       logger.setLevel(max(logger.level, logging.WARNING))   # a line would land next to the prompt
       if not isinstance(self.llm, Remote):
         print("(preparing while you type: below 1 s, or about 10 s if kernels compile)", file=sys.stderr)
-        self.captures = self.llm.capture()
+        self.llm.capture_in_thread()
     with contextlib.suppress(EOFError):   # of /bye
       for text in self.inputs():
         try: self.handle(text)
@@ -115,17 +112,10 @@ class Chat:
     yield text
 
   def read(self, prompt: str) -> str:
-    """Read a line of the terminal, and capture graphs until it is complete. Raises KeyboardInterrupt after Ctrl-C."""
-    stop = threading.Event()
-    with on_interrupt(signal.default_int_handler), ThreadPoolExecutor() as thread:   # joins it
-      thread.submit(self.capture, stop)
+    """Read a line of the terminal. Raises KeyboardInterrupt after Ctrl-C."""
+    with on_interrupt(signal.default_int_handler):
       try: return input(prompt)
-      finally:
-        stop.set()
-        use_history("write")
-
-  def capture(self, stop: threading.Event) -> None:
-    while not stop.is_set() and next(self.captures, None) is not None: pass
+      finally: use_history("write")
 
   def handle(self, text: str) -> None:
     """Run a command or answer a message."""

@@ -1,6 +1,6 @@
 """Chooses the graph that a step runs with: its own shape, or a larger one that is captured. Captures graphs at startup,
 so that no request waits for a capture."""
-import collections, dataclasses, gc, itertools, logging, operator, time
+import collections, dataclasses, gc, itertools, logging, operator, os, sys, threading, time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -39,6 +39,7 @@ class FewGraphs(backend.Graphs):
   """A graph policy that pads steps, so that few graphs are captured."""
   def __init__(self) -> None:
     self.capture_sizes: list[int] = []   # tokens of the steps captured at startup
+    self.captured: set[tuple[Runner, GraphKey]] = set()   # complete: another thread may be capturing
     self.num_requested: collections.Counter[tuple[Runner, GraphKey]] = collections.Counter()
 
   def choose(self, runner: Runner, key: GraphKey) -> GraphKey:
@@ -49,8 +50,8 @@ class FewGraphs(backend.Graphs):
       rows = max(key.num_rows, min(size, runner.max_rows)) if key.num_rows <= runner.max_rows else size
       key = key._replace(num_tokens=size, num_rows=rows)
     sizes = sizes_of(key)
-    captured = [graph_key for graph_key, (_, graph) in [*runner.graphs.items()] if graph.cnt > 1]
-    larger = [graph_key for graph_key in captured if all(map(operator.ge, sizes_of(graph_key), sizes))]
+    captured = [graph for owner, graph in [*self.captured] if owner is runner]
+    larger = [graph for graph in captured if all(map(operator.ge, sizes_of(graph), sizes))]
     best = min(larger, key=cost, default=key)
     self.num_requested[runner, key] += 1
     can_wait = self.num_requested[runner, key] <= CAPTURE_THRESHOLD and cost(best) < 2 * cost(key)
@@ -65,6 +66,7 @@ class FewGraphs(backend.Graphs):
     results = graph()
     if stored: stored.save(graph.captured)
     if is_new and graph.cnt > 1:   # not captured if eager
+      self.captured.add((runner, key))
       Device.default.synchronize()
       level = logging.DEBUG if self.capture_sizes else logging.INFO
       logger.log(level, f"captured a step of {key.num_tokens} tokens in {time.perf_counter() - start_time:.1f} s, "
@@ -115,3 +117,26 @@ def _capture(engine: Engine, sizes: list[int] | None, variants: Sequence[Variant
     gc.unfreeze()
   logger.info(f"captured {len(steps)} steps in {time.perf_counter() - started:.1f} s, "
               f"{num_compiled() - num_kernels} new kernels")
+
+
+class CaptureThread(threading.Thread):
+  """Runs the captures of `capture`, with low priority once the captured steps can run all requests: see `ready`."""
+  def __init__(self, captures: Iterator[str]):
+    super().__init__(name="tinyvllm-capture", daemon=True)
+    self.captures = captures
+    self.progress = next(captures, "")   # "" once requests can run
+    self.ready = threading.Event()
+    self.should_end = False
+    self.start()
+
+  def run(self) -> None:
+    try:
+      for self.progress in self.captures:
+        if self.should_end: break
+        if not self.progress and not self.ready.is_set():
+          self.ready.set()
+          if sys.platform == "linux": os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        time.sleep(1e-3)   # another thread may be waiting to capture
+    except Exception: logger.exception("a capture failed; its steps will be captured when they run")
+    self.progress = ""
+    self.ready.set()

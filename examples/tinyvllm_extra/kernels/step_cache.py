@@ -96,5 +96,5 @@ def restore(runner: Runner, graph: object, key: GraphKey) -> StoredStep | None:
     stored = StoredStep(folder, runner, runner.graphs[key][0], key)
     graph.captured = stored.load()
     if not graph.captured: return stored
-    graph.cnt = 2
+    graph.cnt += 1
   return None

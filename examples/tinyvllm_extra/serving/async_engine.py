@@ -1,12 +1,13 @@
 """An asyncio engine. One thread owns the engine; other threads put calls into its inbox, so no lock is needed. A
 reader receives its requests' output in order, and the end of each request exactly once."""
-import asyncio, collections, contextlib, functools, logging, os, pathlib, queue, sys, threading, uuid, weakref
+import asyncio, collections, contextlib, functools, logging, pathlib, queue, threading, uuid, weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tinyvllm.config import logger, option
 from tinyvllm.engine import Params, Prompt, Request, RequestOutput
+from tinyvllm_extra.kernels.graphs import CaptureThread
 from tinyvllm_extra.llm import LLM, LLMArguments
 from tinyvllm_extra.options import takes
 
@@ -26,33 +27,26 @@ Reader = NamedTuple("Reader", [("loop", asyncio.AbstractEventLoop), ("receive", 
 
 class Driver:
   """The loop of the engine thread. Other threads put calls into its inbox."""
-  def __init__(self, llm: LLM, interval: int, captures: Iterator[str], optional: Iterator[str],
+  def __init__(self, llm: LLM, interval: int, captures: CaptureThread, optional: Iterator[str],
                prefix_cache_file: str):
     self.llm = llm
     self.prefix_cache_file = prefix_cache_file   # "": none
     self.interval = interval   # minimum number of new tokens per delta
-    self.captures = captures   # `next` captures a graph, returns the state
-    self.optional = optional   # likewise, for graphs of optional features
-    self.state: str | None = next(captures, "")   # capture progress, "" once requests can run, None after all captures
-    self.capturing = threading.Thread(target=self.capture_rest, name="tinyvllm-capture", daemon=True)
+    self.captures = captures
+    self.optional: Iterator[str] | None = optional   # `next` captures a graph of optional features; None: all are
     self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     self.has_ended = False   # True: the thread runs no more calls
     self.readers: dict[Request, Reader] = {}   # by unfinished request
 
   def run(self) -> None:
     """Loop: empty the inbox, run a step. Without requests, wait for the inbox; if idle, capture optional graphs."""
-    while self.state and not self.has_ended: self.call(self.capture)
-    self.capturing.start()
+    self.captures.ready.wait()
     while not self.has_ended:
       busy = self.inbox.empty() and self.llm.has_unfinished_requests()
-      try: call = self.step if busy else self.inbox.get(timeout=None if self.state is None else IDLE_SECONDS)
+      try: call = self.step if busy else self.inbox.get(timeout=IDLE_SECONDS if self.optional else None)
       except queue.Empty: call = self.capture_optional
-      self.call(call)
-
-  def call(self, function: Callable[[], None]) -> None:
-    """Call a function of this thread, and log its exception."""
-    try: function()
-    except BaseException: logger.exception("unexpected error; the engine thread continues")   # or SystemExit
+      try: call()
+      except BaseException: logger.exception("unexpected error; the engine thread continues")   # or SystemExit
 
   def post(self, call: Callable[[], None]) -> None:
     """Have the engine thread run a call, or this thread if that one has ended."""
@@ -70,16 +64,8 @@ class Driver:
     with contextlib.suppress(queue.Empty):
       while True: self.inbox.get_nowait()()
 
-  def capture(self) -> None: self.state = next(self.captures, "")
-
-  def capture_rest(self) -> None:
-    """Capture the graphs that no request waits for. Runs in a thread of low priority, since steps need the cores."""
-    def capture_all() -> None: any(self.has_ended for _ in self.captures)
-    if sys.platform == "linux": os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-    self.call(capture_all)
-
   def capture_optional(self) -> None:
-    if not self.capturing.is_alive() and next(self.optional, None) is None: self.state = None
+    if self.optional and not self.captures.is_alive() and next(self.optional, None) is None: self.optional = None
 
   def save(self) -> None:
     try: self.llm.save_prefix_cache(self.prefix_cache_file)
@@ -157,8 +143,8 @@ class AsyncLLM:
       level = logging.WARNING if pathlib.Path(prefix_cache_file).expanduser().exists() else logging.INFO
       try: self.llm.load_prefix_cache(prefix_cache_file)
       except ValueError as error: logger.log(level, f"{error}; starting without it")
-    captures, optional = [self.llm.capture(sizes, x) if prepare or sizes else iter([""]) for x in (False, True)]
-    self._driver = Driver(self.llm, stream_interval, captures, optional, prefix_cache_file or "")
+    captures, optional = [self.llm.capture(sizes, x) if prepare or sizes else iter(()) for x in (False, True)]
+    self._driver = Driver(self.llm, stream_interval, CaptureThread(captures), optional, prefix_cache_file or "")
     weakref.finalize(self, self._driver.inbox.put, self._driver.end_thread)
     self._thread = threading.Thread(target=self._driver.run, name="tinyvllm-engine", daemon=True)
     self._thread.start()
@@ -166,11 +152,11 @@ class AsyncLLM:
   def shutdown(self) -> None:
     """Stop the engine thread after the current step or capture: tinygrad cannot close a device during a capture.
     Unfinished and later requests end with StepError. Give the memory back to the system."""
-    self._driver.captures = iter([""])
+    self._driver.captures.should_end = True
     self.save_prefix_cache()
     self._driver.inbox.put(self._driver.end_thread)
     self._thread.join()
-    self._driver.capturing.join()
+    self._driver.captures.join()
     self.llm.shutdown()
 
   def save_prefix_cache(self) -> None:
@@ -178,7 +164,7 @@ class AsyncLLM:
     may call this."""
     if self._driver.prefix_cache_file: self._driver.inbox.put(self._driver.save)
 
-  state = property(lambda self: self._driver.state or "")   # capture progress, "" once requests can run
+  state = property(lambda self: self._driver.captures.progress)   # capture progress, "" once requests can run
 
   async def generate(self, prompt: Prompt, params: Params = None, request_id: str | None = None,
                      priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
