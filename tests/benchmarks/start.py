@@ -5,9 +5,9 @@ python tests/benchmarks/start.py [--model DIR | --shape llama-3.1-8b] [--request
 Starts a process with an empty kernel cache (cold) and a second one with the same cache (warm), and prints the seconds
 from the start of the process until the model is loaded, until the first token, and until all graph shapes of the
 server's list are captured (greedy and sampled). Without --shape, likewise the seconds until `tinyvllm serve` and
-`tinyvllm run` have answered a first request with 4 tokens. Then runs the server's engine under requests with random lengths and
-sampling (greedy or sampled), 16 at once, and prints the longest gap between two tokens of a stream and the longest time
-to first token: once with graphs captured when first requested, once with graphs captured ahead."""
+`tinyvllm run` have answered a first request with 4 tokens. Then runs the server's engine under requests with random
+lengths and sampling (greedy or sampled), 16 at once, and prints the longest gap between two tokens of a stream and the
+longest time to first token: once with graphs captured when first requested, once with graphs captured ahead."""
 import argparse
 import asyncio
 import contextlib
@@ -49,13 +49,14 @@ def first_answer(command: str, model: str | None, cache: str) -> float:
   options = ["--port", str(port)] if command == "serve" else ["--max-tokens", "4"]
   body = json.dumps({"prompt": "Hello", "max_tokens": 4}).encode()
   url, headers = f"http://127.0.0.1:{port}/v1/completions", {"content-type": "application/json"}
+  request = urllib.request.Request(url, body, headers)
   started = time.monotonic()
   with subprocess.Popen([sys.executable, "-m", "tinyvllm", command, *([model] if model else []), *options], text=True,
                         env={**os.environ, "CACHEDB": cache}, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL,
                         stdout=subprocess.PIPE) as process:
     if command == "run": process.communicate("Hello\n")
     while command == "serve":
-      with contextlib.suppress(OSError): command = urllib.request.urlopen(urllib.request.Request(url, body, headers)).reason   # HTTP 503 before
+      with contextlib.suppress(OSError): command = urllib.request.urlopen(request).reason   # HTTP 503 at first
       time.sleep(0.02)
     seconds = time.monotonic() - started
     process.terminate()

@@ -121,7 +121,8 @@ def test_server_is_ready_when_the_first_step_is_captured(words_folder):
       assert server.post("/v1/completions", {"prompt": "the cat", "max_tokens": 20, **fields}).status_code == 200
     wait_until(lambda: "captured 4 steps in " in server.log, "the other steps are captured")
     assert server.stop() == 0
-    assert server.log.index("ready: ") < server.log.index("captured 4 steps") and "Traceback" not in server.log, server.log
+    log = server.log
+    assert log.index("ready: ") < log.index("captured 4 steps") and "Traceback" not in log, log
 
 
 def test_program_with_an_unfinished_request_exits():

@@ -15,6 +15,7 @@ import pytest
 from helpers.commands import PYTHONPATH, error_line, run_command
 from helpers.protocol import SMALL, chat_prompt
 from helpers.requests import flags
+from helpers.servers import wait_until
 
 from tinyvllm import SamplingParams
 from tinyvllm_extra.cli import chat
@@ -65,17 +66,16 @@ class Parrot(chat.Remote):
   def __init__(self): self.requests = []
 
   def generate_stream(self, prompt, sampling):
-    assert not any("Pool" in thread.name for thread in threading.enumerate()), "nothing may be captured meanwhile"
     self.requests.append((prompt["messages"], sampling))
     yield SimpleNamespace(outputs=[SimpleNamespace(text=f"answer {len(self.requests)}", finish_reason="stop")],
                           metrics=None)
 
 
-def talk(monkeypatch, lines, captures=()):
+def talk(monkeypatch, lines):
   """Return a chat after these lines of input, and its exit code. An exception is raised instead of a line."""
   monkeypatch.setattr(chat.logger, "setLevel", lambda level: None)
   monkeypatch.setattr("builtins.input", mock.Mock(side_effect=itertools.chain(lines, [EOFError])))
-  conversation = chat.Chat(Parrot(), {"temperature": 0.5}, captures=iter(captures))
+  conversation = chat.Chat(Parrot(), {"temperature": 0.5})
   return conversation, conversation.run()
 
 
@@ -110,17 +110,29 @@ def terminal(monkeypatch, tmp_path):
   monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
 
-def test_chat_captures_graphs_only_while_the_user_types(monkeypatch, terminal):
-  """There are always more graphs. Each line arrives during a capture, after which the thread ends."""
-  started = threading.Event()
-  captures = (started.set() or "preparing" for _ in itertools.count())
+class CapturingLLM:
+  config = SimpleNamespace(cudagraph_capture_sizes=None)
+  sampling_defaults: dict = {}
 
-  def lines():
-    for text in ("a", "b"):
-      started.clear()
-      yield started.wait(60) and text
-  conversation, code = talk(monkeypatch, lines(), captures)
-  assert code == 0 and len(conversation.llm.requests) == 2
+  def __init__(self): self.num_captured, self.has_answered = 0, threading.Event()
+
+  def capture(self, sizes):
+    yield "preparing 1 of 2"
+    self.num_captured = 1
+    yield ""
+    assert self.has_answered.wait(60)
+    self.num_captured = 2
+
+  def generate_stream(self, prompt, params):
+    assert self.num_captured == 1
+    self.has_answered.set()
+    yield SimpleNamespace(outputs=[SimpleNamespace(text="yes", finish_reason="stop")], metrics=None)
+
+
+def test_chat_answers_after_the_first_capture():
+  llm = CapturingLLM()
+  chat.Chat(llm, {}).answer([{"role": "user", "content": "x"}])
+  wait_until(lambda: llm.num_captured == 2, "the other steps are captured")
 
 
 def test_chat_ctrl_c_ends_an_answer_and_the_chat_continues(monkeypatch):

@@ -1,5 +1,5 @@
 """`tinyvllm run`: a conversation in the terminal. Meanwhile a thread captures steps."""
-import contextlib, dataclasses, difflib, inspect, json, logging, os, pathlib, signal, sys, threading, time
+import contextlib, dataclasses, difflib, functools, inspect, json, logging, os, pathlib, signal, sys, threading, time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +17,17 @@ QUOTES = '"""'
 Output = RequestOutput | SimpleNamespace   # of an LLM or a Remote
 
 
+@functools.cache
+def capture_steps(llm: "tinyvllm.LLM") -> threading.Event:
+  """Start to capture steps. Return the event after which requests run without captures."""
+  from tinyvllm_extra.kernels.graphs import CaptureThread   # imports tinygrad, which Remote does not need
+  return CaptureThread(llm.capture(llm.config.cudagraph_capture_sizes)).ready
+
+
 def start(llm: "tinyvllm.LLM | Remote", prompt: str | JsonObject, settings: JsonObject) -> Iterator[Output]:
   """Start a request with the model's sampling defaults, except `settings`. A chat may fill the context."""
   if isinstance(llm, Remote): return llm.generate_stream(prompt, settings)
+  capture_steps(llm).wait()
   limit = {"max_tokens": None} if isinstance(prompt, dict) else {}
   return llm.generate_stream(prompt, SamplingParams(**{**limit, **llm.sampling_defaults, **settings}))
 
@@ -84,7 +92,7 @@ class Chat:
       logger.setLevel(max(logger.level, logging.WARNING))   # a line would land next to the prompt
       if not isinstance(self.llm, Remote):
         print("(preparing while you type: below 1 s, or about 10 s if kernels compile)", file=sys.stderr)
-        self.llm.capture_in_thread()
+        capture_steps(self.llm)
     with contextlib.suppress(EOFError):   # of /bye
       for text in self.inputs():
         try: self.handle(text)

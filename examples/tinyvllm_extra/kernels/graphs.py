@@ -131,9 +131,10 @@ class CaptureThread(threading.Thread):
 
   def run(self) -> None:
     try:
-      for self.progress in self.captures:
+      for progress in self.captures:
+        self.progress = progress
         if self.should_end: break
-        if not self.progress and not self.ready.is_set():
+        if not progress and not self.ready.is_set():
           self.ready.set()
           if sys.platform == "linux": os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         time.sleep(1e-3)   # another thread may be waiting to capture
