@@ -1,6 +1,6 @@
 """A cache of lowered and compiled kernels on disk."""
-import concurrent.futures, contextlib, copy, dataclasses, functools, hashlib, importlib.metadata, os, pathlib, pickle
-import signal, sys, zlib
+import concurrent.futures, contextlib, copy, ctypes, dataclasses, functools, hashlib, importlib.metadata, os, pathlib
+import pickle, signal, sys, zlib
 from collections.abc import Callable
 
 from tinygrad import UOp, codegen, device as devices
@@ -15,6 +15,7 @@ from tinyvllm.backend import cpu_cores
 from .cpu import EXP2
 
 
+PR_SET_PDEATHSIG = 1
 PATCHES = pathlib.Path(__file__).with_name("tinygrad_patches.py")   # change the program of an unchanged kernel
 
 
@@ -51,6 +52,7 @@ class KernelFolder:
     """Write the kernels' files, and end this process. A kernel that fails does so again in the parent process."""
     try:
       signal.signal(signal.SIGINT, signal.SIG_IGN)
+      ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)   # end with the parent process
       self.thread = concurrent.futures.ThreadPoolExecutor(1)   # threads end at a fork
       for finish in [self.begin(*kernel) for kernel in kernels]: finish()
     finally: os._exit(0)
