@@ -10,7 +10,7 @@ from rich.console import CONSOLE_SVG_FORMAT, Console
 from rich.text import Text
 
 WIDTH = 96   # columns
-MESSAGES = ["What is the capital of France?", "How do I reverse a string in Python?", "/bye"]
+MESSAGES = ["What is the capital of France?", "Name three planets.", "/bye"]
 LONGEST_WAIT = 0.15   # seconds between two pieces of output in the picture
 TYPING = 1.0         # seconds to type a message
 PROMPT = "> "        # of the chat
