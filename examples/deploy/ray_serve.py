@@ -281,9 +281,10 @@ def deploy(application: Any) -> None:
 def main(argv: list[str] | None = None) -> int:
   """Start Ray if it is not running, deploy, and wait for a signal. Return the exit code."""
   parser = CommandParser(description="Run an OpenAI-compatible HTTP server with several replicas.")
-  add_flags(parser, "[MODEL]", LLMConfig, ServerConfig, RayConfig)
+  argv = ["ray_serve", *(sys.argv[1:] if argv is None else argv)]
+  add_flags(parser, "[MODEL]", argv, LLMConfig, ServerConfig, RayConfig)
   parser.commands["ray_serve"] = parser
-  flags = parse_flags(parser, ["ray_serve", *(sys.argv[1:] if argv is None else argv)])
+  flags = parse_flags(parser, argv)
   for name in ("command", "variables", "config"): flags.pop(name, None)
   args = {"port": ServerConfig.port, "log_level": "info", **flags}
   logger.setLevel(args["log_level"].upper())

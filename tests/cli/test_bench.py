@@ -1,5 +1,8 @@
 """`tinyvllm bench`: the table of rates, throughput, and the metrics of a server."""
+import contextlib
+import http.client
 import json
+import math
 import re
 
 import pytest
@@ -40,7 +43,7 @@ def test_bench_prints_a_row_for_each_test_without_captures_in_it(words_folder, m
 
 def test_bench_json_has_mean_and_deviation_of_the_runs_after_the_first(words_folder, monkeypatch):
   seconds = iter([9.0, 1.0, 2.0, 4.0])
-  monkeypatch.setattr(bench, "run", lambda *_: [bench.Answer([1.0, 1.5, 1 + next(seconds)], 1, [])])
+  monkeypatch.setattr(bench, "run", lambda *_: [bench.Answer([1.0, 1.5, 1 + next(seconds)], 1)])
   row, = json.loads(run_command("bench", words_folder, *FLAGS, "-p", 8, "-n", 0, "-r", 3, "-o", "json").stdout)
   assert (row["test"], row["avg_ts"]) == ("pp8", pytest.approx(14 / 3))
   assert row["stddev_ts"] == pytest.approx((28 / 3) ** 0.5)
@@ -60,15 +63,15 @@ def test_bench_serve_sends_a_warm_up_and_a_poisson_process(server, monkeypatch):
   out = run_command("bench", "serve", "--base-url", server.url, *LOAD, "--num-prompts", 6, "--max-concurrency", 2,
                     "--request-rate", 50, "--dataset-name", "random")
   values = figures(out.stdout)
-  assert values["Successful requests"] == 6 and rates == [50.0] * 6, out.stderr
+  assert values["Successful requests"] == 6 and rates == [math.inf] * 6 + [50.0] * 6, out.stderr
   assert values["Total generated tokens"] == 30
   assert server.metrics()["generation_tokens_total"] - before == 2 * 30
 
 
 def test_bench_serve_prints_metrics_of_the_answers_under_names_of_vllm(monkeypatch):
   """The last of three requests fails. Events of the first answer may have several tokens."""
-  answers = iter([0, 0, 0, bench.Answer([0.0, 1.0, 2.0, 4.0], 5, [1.0, 2.0]),   # after three of the warm-up
-                  bench.Answer([1.0, 3.0, 11.0], 5, [8.0]), None])
+  answers = iter([0, 0, 0, bench.Answer([0.0, 1.0, 2.0, 4.0], 5),   # after three of the warm-up
+                  bench.Answer([1.0, 3.0, 11.0], 5), None])
   def send(*_):
     result = next(answers)
     if result is None: raise ValueError("broken")
@@ -84,13 +87,22 @@ def test_bench_serve_prints_metrics_of_the_answers_under_names_of_vllm(monkeypat
   assert "a request failed: broken" in run.stderr
 
 
+@pytest.mark.parametrize("error", [ConnectionResetError("reset"), http.client.IncompleteRead(b"")])
+def test_bench_serve_prints_the_end_of_a_server_in_one_line(monkeypatch, error):
+  def lines():
+    yield b": the first line"
+    raise error
+  monkeypatch.setattr("urllib.request.urlopen", lambda _: contextlib.closing(lines()))
+  assert f"no connection to a server: {error}" in error_line(run_command("bench", "serve"))
+
+
 @pytest.mark.parametrize("arguments,message", [
   ("-p 127 -n 200", "more than max_model_len=128"), ("-r 0", "repetitions=0"), ("thruput", "mode='thruput' must be"),
   ("--request-rate 3", "request_rate: not a flag of `tinyvllm bench`"),
   ("throughput --random-input-len 200", "200 prompt tokens and 128 output tokens are more than max_model_len=128"),
   ("throughput --request-rate 3", "request_rate: not a flag of `tinyvllm bench throughput`"),
   ("serve --dtype float32", "dtype: not a flag of `tinyvllm bench serve`"), ("serve -p 3", "n_prompt"),
-  ("serve --base-url http://127.0.0.1:9", "cannot connect"),
+  ("serve --base-url http://127.0.0.1:9", "no connection to a server: "),
   ("serve --base-url URL --random-input-len 200", "maximum context length")])
 def test_bench_prints_errors_in_one_line(server, words_folder, arguments, message):
   words = arguments.replace("URL", server.url).split()

@@ -101,15 +101,16 @@ class Described(Options):
 
 def test_add_flags_reads_types_and_help_from_fields(monkeypatch, capsys):
   monkeypatch.setenv("COLUMNS", "80")
-  parser = CommandParser()
-  add_flags(parser, "", Described)
+  parser, helper = CommandParser(), CommandParser()
+  add_flags(parser, "", [], Described)
+  add_flags(helper, "", ["--help-all"], Described)
   words = "--sizes 1 2k --sizes 3 --names 4 --ratio 0.5 --limit auto --mode b --no-fast --deep --kind kind-9"
   assert select_options(vars(parser.parse_args([*words.split(), "--table", '{"a": 1}'])), Described) == {
     "sizes": [1, 2000, 3], "names": ["4"], "ratio": 0.5, "limit": None, "mode": "b", "fast": False, "deep": True,
     "table": {"a": 1}, "kind": "kind-9"}
   assert select_options(vars(parser.parse_args([])), Described) == {}
   assert re.findall(r"^(\w+):$", parser.format_help(), re.M) == ["options", "Model"]
-  with pytest.raises(SystemExit): parser.parse_args(["--help-all"])
+  with pytest.raises(SystemExit): helper.parse_args(["--help-all"])
   text = capsys.readouterr().out
   assert help_entries(text).items() >= {
     "--sizes INT [INT ...]": "Sizes, bytes (default: none)", "--names STR [STR ...]": "Names of things (default: none)",

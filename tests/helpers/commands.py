@@ -46,7 +46,7 @@ def run_command(*arguments: Any, stdin: str | io.StringIO = "", **env: str) -> s
 def parse_command(*arguments: Any) -> dict[str, Any]:
   """Return the arguments of `tinyvllm *arguments` without running it."""
   from tinyvllm_extra.cli import make_parser, parse_flags   # here, so that other lanes do not import the command line
-  return parse_flags(make_parser(), [*map(str, arguments)])
+  return parse_flags(make_parser([]), [*map(str, arguments)])
 
 
 def start_process(*arguments: Any, **env: str) -> subprocess.Popen:

@@ -25,8 +25,8 @@ from .flags import BenchConfig, CommandParser, add_flags, parse_flags
 FAILURES = (ValueError, MissingPackage, RuntimeError, subprocess.CalledProcessError)   # printed in one line
 
 
-def make_parser() -> CommandParser:
-  """Return the parser of the command line. It sets "module", whose `main(args)` runs the command, and "extra", which
+def make_parser(argv: list[str]) -> CommandParser:
+  """Return the parser of a command line. It sets "module", whose `main(args)` runs the command, and "extra", which
   installs the module's packages."""
   parser = CommandParser(prog="tinyvllm", description=__doc__)
   parser.add_argument("-V", "--version", action="version", version=__version__, help="Show the version and exit")
@@ -38,7 +38,7 @@ def make_parser() -> CommandParser:
     command = commands.add_parser(name, help=text, description=f"{text}.", usage=usage,
                                   aliases=["chat"] if name == "run" else [])
     command.set_defaults(module=f"tinyvllm_extra.cli.{module}", extra=extra, root=parser)
-    if options: add_flags(command, words, *options)
+    if options: add_flags(command, words, argv, *options)
     return command
 
   for name, text, words in (("run", "Chat, or answer one PROMPT (-: stdin)", "[MODEL [PROMPT]]"),
@@ -71,7 +71,8 @@ def main(argv: list[str] | None = None) -> int:
   args: JsonObject = {"variables": {}}
   try:
     try:
-      args |= parse_flags(make_parser(), (sys.argv[1:] if argv is None else argv) or ["--help"])
+      argv = (sys.argv[1:] if argv is None else argv) or ["--help"]
+      args |= parse_flags(make_parser(argv), argv)
       return optional(args["module"], args["extra"], f"tinyvllm {args['command']}").main(args)
     finally: sys.stdout.flush()
   except KeyboardInterrupt: return 130

@@ -1,6 +1,6 @@
 """The command line's client for a running server."""
-import json, urllib.error, urllib.request
-from collections.abc import Iterator
+import http.client, json, urllib.error, urllib.request
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 
 from tinyvllm.config import InputError, JsonObject, check
@@ -23,26 +23,31 @@ class Remote:
     chat = isinstance(prompt, dict)
     body = {**(prompt if isinstance(prompt, dict) else {"prompt": prompt}), **sampling, "model": self.flags["model"],
             "stream": True, "stream_options": {"include_usage": True}}
-    key = f"Bearer {self.flags['api_key']}".encode()   # not always Latin-1
-    headers: JsonObject = {"Content-Type": "application/json", "Authorization": key}
+    headers: JsonObject = {"Content-Type": "application/json",
+                           "Authorization": f"Bearer {self.flags['api_key']}".encode()}   # not always Latin-1
     url = f"{self.url}/v1/{'chat/' if chat else ''}completions"
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    try: response = urllib.request.urlopen(request)
+    try:
+      with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as response:
+        yield from read_outputs(response)
     except urllib.error.HTTPError as error: raise InputError(f"{self.url}: {message_of(error)}") from error
-    except urllib.error.URLError as error:
-      raise InputError(f"url={self.url}: cannot connect to a server: {error.reason}") from error
-    with response:
-      for event in (json.loads(line[6:]) for line in response if line.startswith(b"data: {")):
-        if "error" in event: raise RuntimeError(event["error"]["message"])
-        for choice in event["choices"]:   # a delta of reasoning or of a tool call has no content
-          completion = SimpleNamespace(text=(choice["delta"].get("content") if chat else choice["text"]) or "",
-                                       finish_reason=choice.get("finish_reason"))
-          yield SimpleNamespace(outputs=[completion], metrics=None)
-        if usage := event.get("usage"):
-          yield SimpleNamespace(outputs=[SimpleNamespace(text="", finish_reason=completion.finish_reason)],
-                                prompt_token_ids=range(usage["prompt_tokens"]),
-                                num_cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
-                                metrics=SimpleNamespace(num_generated=usage["completion_tokens"]))
+    except (OSError, http.client.HTTPException) as error:
+      raise InputError(f"url={self.url}: no connection to a server: {getattr(error, 'reason', error)}") from error
+
+
+def read_outputs(response: Iterable[bytes]) -> Iterator[SimpleNamespace]:
+  """Yield the outputs in a response's lines. See generate_stream."""
+  finish_reason = None
+  for event in (json.loads(line[6:]) for line in response if line.startswith(b"data: {")):
+    if "error" in event: raise RuntimeError(event["error"]["message"])
+    for choice in event["choices"]:   # a delta of reasoning or of a tool call has no content
+      finish_reason = choice.get("finish_reason")
+      text = choice["delta"].get("content") if "delta" in choice else choice["text"]
+      yield SimpleNamespace(outputs=[SimpleNamespace(text=text or "", finish_reason=finish_reason)], metrics=None)
+    if usage := event.get("usage"):
+      yield SimpleNamespace(outputs=[SimpleNamespace(text="", finish_reason=finish_reason)],
+                            prompt_token_ids=range(usage["prompt_tokens"]),
+                            num_cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
+                            metrics=SimpleNamespace(num_generated=usage["completion_tokens"]))
 
 
 def message_of(error: urllib.error.HTTPError) -> str:

@@ -92,12 +92,6 @@ def run_probe(dev: str, seconds: float) -> JsonObject:
   return facts
 
 
-def compiler() -> JsonObject:
-  """Return the path and version of the C compiler that the engine uses."""
-  path = shutil.which(kernels.find_compiler() or "")
-  return {"path": path, "version": subprocess.getoutput(shlex.join([path, "--version"])).split("\n")[0] if path else ""}
-
-
 def make_report(seconds: float, models: dict[str, JsonObject], kv_cache_dtype: str) -> JsonObject:
   """Test all backends and return the report. models: the content of config.json, by name."""
   dev = os.environ.get("DEV", "")
@@ -107,10 +101,13 @@ def make_report(seconds: float, models: dict[str, JsonObject], kv_cache_dtype: s
   opened = [row for row in backends if row["opens"]]
   default_rows = [row for row in opened if row["renderer"] == default.get("renderer")]
   why = f"DEV={dev}" if dev else default.get("why") or f"the first of {', '.join(ORDER)} that opens"
-  machine = {"python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count(),
+  machine = {"tinyvllm": __version__, "tinygrad": importlib.metadata.version("tinygrad"),
+             "python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count(),
              "free_gib": host_memory().free / GIB, "total_gib": host_memory().total / GIB}
-  return {"machine": {"tinyvllm": __version__, "tinygrad": importlib.metadata.version("tinygrad"), **machine},
-          "compiler": compiler(), "backends": backends, "chosen": default_rows[0]["backend"] if default_rows else None,
+  compiler = shutil.which(kernels.find_compiler() or "")
+  version = subprocess.getoutput(shlex.join([compiler, "--version"])).split("\n")[0] if compiler else ""
+  return {"machine": machine, "compiler": {"path": compiler, "version": version}, "backends": backends,
+          "chosen": default_rows[0]["backend"] if default_rows else None,
           "why": why if default_rows else f"{why}: {default.get('reason', 'it failed in the second test')}",
           "fit": [estimate_fit(name, hf, row, x, kv_cache_dtype) for row in (default_rows or opened)[:1]
                   for name, hf in models.items()

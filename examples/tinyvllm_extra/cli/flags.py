@@ -105,21 +105,13 @@ class CommandParser(argparse.ArgumentParser):
     super().error(self.source + message)
 
 
-class HelpAll(argparse.Action):
-  """Print the help with rare flags, and exit. const: help texts by flag."""
-  def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-    for action, text in self.const.items(): action.help = text
-    parser.print_help()
-    parser.exit()
-
-
-def add_flags(command: CommandParser, words: str, *option_classes: Any) -> None:
+def add_flags(command: CommandParser, words: str, argv: list[str], *option_classes: Any) -> None:
   """Add `words`, such as "[MODEL]", which are all optional, and flags: `--model`, one for each field of the option
-  dataclasses, `--config`, `--log-level`, `--help-all`, and vLLM's without effect."""
-  texts: dict[argparse.Action, str] = {}   # help of rare flags
+  dataclasses, `--config`, `--log-level`, `--help-all`, and vLLM's without effect. argv: will be parsed."""
+  def rare(text: str) -> str: return text if "--help-all" in argv else argparse.SUPPRESS
   command.words = re.findall(r"\w+", words.lower())
   command.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-  command.add_argument("--help-all", action=HelpAll, const=texts, nargs=0, help="Show rare flags, too, and exit")
+  command.add_argument("--help-all", action="help", help="Show rare flags, too, and exit")
   command.add_variable("config", "YAML file with options (default: none)", metavar="FILE")
   fields = {field.name: field for x in reversed(option_classes) for field in dataclasses.fields(x)}
   for title, names in GROUPS.items():
@@ -131,10 +123,9 @@ def add_flags(command: CommandParser, words: str, *option_classes: Any) -> None:
   for option_class in option_classes:
     group = command.add_argument_group(f"Rare flags of {option_class.__name__}")
     for field in [x for x in dataclasses.fields(option_class) if x.name not in (*command.variables, "n")]:   # n: 1 here
-      action = group.add_argument(flag_of(field.name), help=argparse.SUPPRESS, **parsing_of(field))
-      texts[action] = help_of(field, words)
-  log_level = group.add_argument("--log-level", help=argparse.SUPPRESS, choices=["debug", "info", "warning", "error"])
-  texts[log_level] = "Lowest level to log (default: info)"
+      group.add_argument(flag_of(field.name), help=rare(help_of(field, words)), **parsing_of(field))
+  group.add_argument("--log-level", choices=["debug", "info", "warning", "error"],
+                     help=rare("Lowest level to log (default: info)"))
   for name, values in NO_EFFECT.items():
     form: JsonObject = {"type": parse_value, **({"nargs": "+"} if name in TABLE["lists"] else {})}
     if values and isinstance(values[0], bool): form = {"action": argparse.BooleanOptionalAction}
