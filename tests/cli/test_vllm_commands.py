@@ -1,12 +1,11 @@
 """Command lines of vLLM's documentation, recipes and deployment examples, at the level of parsing: each is accepted, or
 refused in one line that names the option and its value. They are in data/vllm_options.json."""
-import json
 import logging
 import shlex
-from pathlib import Path
 from string import Template
 
 import pytest
+from helpers.data import read_data
 from helpers.commands import error_line, parse_command, run_command
 
 from tinyvllm import LLM, InputError, SamplingParams
@@ -18,7 +17,7 @@ from tinyvllm_extra.vllm_options import NO_EFFECT, read_options
 
 # accepted: without `vllm serve`. refused: the start of the message by command line. expanded: words for argparse by
 # words of the user. config: options of LLM, and the fields of its config
-COMMANDS = json.loads((Path(__file__).parents[1] / "data/vllm_options.json").read_text())
+COMMANDS = read_data("vllm_options.json")
 
 
 @pytest.fixture(scope="module")

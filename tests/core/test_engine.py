@@ -60,12 +60,6 @@ def test_generate_takes_text_dict_or_ids(llm):
   assert llm.generate([], greedy(5)) == []
 
 
-def test_request_ends_at_max_model_len(llm, folder):
-  ids = prompt(ENGINE["max_model_len"] - 3)
-  output, = llm.generate(tokens(ids), greedy(50))
-  assert ids_of(output) == reference_greedy(folder, ids, 3) and output.outputs[0].finish_reason == "length"
-
-
 def test_number_of_graphs_is_constant_after_warmup(llm, monkeypatch):
   monkeypatch.setattr(graphs, "CAPTURE_THRESHOLD", 0)   # capture each shape at its first request
   jobs = [tokens(prompt(1 + i, i)) for i in range(24)]

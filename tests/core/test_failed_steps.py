@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.engines import ENGINE, assert_same_outputs, check_invariants, set_overlap
-from helpers.faults import Failed, PLACES, break_steps, fail_once, finish, step
+from helpers.faults import Failed, PLACES, break_steps, fail_once, finish, finish_broken, step
 from helpers.parameters import slow
 from helpers.reference import reference_greedy
 from helpers.requests import greedy, ids_of, prompt, tokens
@@ -41,18 +41,15 @@ def check_outputs(folder, last, jobs):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_failed_step_loses_and_repeats_no_token(engine, folder, monkeypatch, overlaps, place):
+def test_failed_step_loses_and_repeats_no_token(engine, folder, overlaps, place):
   """Each of the first eight steps fails once; a request gets its last token in almost every one. Every second time the
   requests have log probabilities."""
   for number in range(1, 9):
     lengths = {"a": (3, 1), "b": (20, 2), "c": (4, 3), "d": (1, 5), "e": (7, 7)}
     jobs = {name: (prompt(length, place, overlaps, number, name), n) for name, (length, n) in lengths.items()}
     params = [greedy(n, logprobs=number % 2 or None) for _, n in jobs.values()]
-    for (name, (ids, _)), x in zip(jobs.items(), params, strict=True): engine.add_request(name, tokens(ids), x)
-    with monkeypatch.context() as patch:
-      break_steps(engine, patch, fail_once(place, number))
-      last, failures = finish(engine)
-    assert failures == 1, f"{place} {number} must fail"
+    last = finish_broken(engine, place, number, {
+      name: (tokens(ids), x) for (name, (ids, _)), x in zip(jobs.items(), params, strict=True)})
     check_outputs(folder, last, jobs)
     again = engine.generate([tokens(ids) for ids, _ in jobs.values()], params)
     check_outputs(folder, dict(zip(jobs, again, strict=True)), jobs)

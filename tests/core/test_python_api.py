@@ -1,21 +1,20 @@
 """The Python API as a user sees it: help(), signatures, type checkers, errors, and a shutdown."""
 import inspect
-import json
 import pydoc
 import re
 import sys
 
 import pytest
 import tinyvllm
-from helpers.agents import DATA
 from helpers.commands import PYTHONPATH, run_process
+from helpers.data import DATA, read_data
 from helpers.engines import ENGINE
 
 from tinyvllm import LLM, AsyncLLM, InputError, SamplingParams
 from tinyvllm_extra.llm import LLMArguments
 from tinyvllm_extra.serving.async_engine import AsyncLLMArguments
 
-MISTAKES = json.loads((DATA / "api_mistakes.json").read_text())   # call -> its message
+MISTAKES = read_data("api_mistakes.json")   # call -> its message
 
 
 def test_help_lists_public_names_and_import_is_lazy():

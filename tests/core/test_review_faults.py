@@ -10,35 +10,13 @@ from helpers.commands import parse_command
 from helpers.engines import ENGINE
 from helpers.models import tiny_config, tiny_model
 from helpers.requests import greedy, prompt, tokens
-from tinygrad import Tensor, UOp
-from tinygrad.uop.ops import KernelInfo, Ops
+from tinygrad import Tensor
 
-from tinyvllm import LLM, InputError, SamplingParams, backend
+from tinyvllm import LLM, InputError, SamplingParams
 from tinyvllm_extra.sampling import logits
-from tinyvllm_extra.kernels import cuda, kernel_cache
+from tinyvllm_extra.kernels import cuda
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.cli import serve
-
-
-def test_kernel_on_disk_belongs_to_version_and_patches(tmp_path, monkeypatch):
-  lowered = []
-
-  def do_to_program(ast, renderer):
-    lowered.append(ast)
-    return UOp(Ops.PROGRAM, src=(UOp(Ops.BINARY, arg=b""),))
-  monkeypatch.setattr(kernel_cache, "do_to_program", do_to_program)
-
-  def build():
-    folder = kernel_cache.KernelFolder(tmp_path / "kernels", ("clang", 1, 2))
-    folder.begin(UOp.sink(UOp.const(1), arg=KernelInfo(name="a")), backend.renderer())()
-    return len(lowered)
-  (tmp_path / "kernels").mkdir()
-  assert (build(), build()) == (1, 1)
-  monkeypatch.setattr(kernel_cache, "__version__", "0.0.1")
-  assert (build(), build()) == (2, 2)
-  (tmp_path / "patches.py").write_text(kernel_cache.PATCHES.read_text() + "# changed\n")
-  monkeypatch.setattr(kernel_cache, "PATCHES", tmp_path / "patches.py")
-  assert (build(), build()) == (3, 3)
 
 
 @pytest.mark.parametrize("is_read", [True, False])

@@ -1,11 +1,11 @@
 """Stop conditions of LLM.generate and LLM.generate_stream: the exact character and token at which output ends. The
 model follows scripts: its tokens are the pieces of the scripts, and the greedy next token is the next piece."""
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
+from helpers.data import read_data
 from helpers.models import random_weights, tiny_config, tiny_model, write_safetensors
 from tokenizers import decoders, models
 
@@ -15,21 +15,8 @@ from tinyvllm.tokenizer import num_held_back
 EOS = "</s>"
 # The first piece is the prompt. EOS ends a script; "…" repeats the piece before it. A piece is text or a byte (<0xC3>).
 # Scripts share no tokens, except the byte tokens of "long".
-SCRIPTS = {
-  "hello": ["Say: ", "he", "llo", " wor", "ld", ", and", " more", EOS],
-  "prompt": ["the c", "at", " and the ", "c", "at", " sat", "…"],
-  "twins": ["> ", "ab", "cd", "ef", "gh", "…"],
-  "tail": ["> ", "xab", "a", "bc", "d", "…"],
-  "bytes": ["> ", "caf", "<0xC3>", "<0xA9>", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "a",
-            "<0xF0>", "<0x9F>", "<0x99>", "<0x83>", "b", "…"],
-  "long": ["> ", *(f"<0x{byte:02X}>" for byte in "日語の한".encode()), ".", "…"],
-  "longer": ["> ", *(f"<0x{byte:02X}>" for byte in ("日本語" * 5).encode()), ".", "…"],
-  "one token": ["> ", "one END two", "…"],
-  "overlap": ["> ", "aa", "ab", "aab", "…"],
-  "end": ["> ", "done", EOS],
-  "other end": ["> ", "done", "<end>", "…"],
-  "again": ["> ", "a", "…"],
-}
+DATA = read_data("stop_strings.json")
+SCRIPTS = DATA["scripts"]
 
 
 def token(name, i):
@@ -93,10 +80,7 @@ def run(llm, name, max_tokens=8, **options):
   return [p.text for p in parts], whole.finish_reason, whole.stop_reason
 
 
-CASES = json.loads((Path(__file__).parents[1] / "data" / "stop_strings.json").read_text())
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["about"])
+@pytest.mark.parametrize("case", DATA["cases"], ids=lambda case: case["about"])
 def test_text_of_each_token_up_to_a_stop_string_or_the_end(llm, case):
   """pieces: the text of each token. stop: the stop string that ends it; it is in the text only if included."""
   *pieces, last = case["pieces"]
@@ -131,14 +115,6 @@ def test_max_tokens_within_character_replaces_preceding_byte_characters(llm, nam
 
 
 # Stop ids and end tokens
-
-def test_stop_id_is_banned_before_min_tokens(llm):
-  stop, job = id_of("again", 1), {"prompt_token_ids": [id_of("again", 0)]}
-  for min_tokens in (0, 2):
-    params = SamplingParams(temperature=0.0, max_tokens=5, stop_token_ids=[stop], min_tokens=min_tokens)
-    ids = llm.generate(job, params)[0].outputs[0].token_ids
-    assert stop not in ids[:2] if min_tokens else ids == [stop]
-
 
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_id_text_is_kept_if_included(llm, include):

@@ -155,26 +155,6 @@ def test_public_names_exist():
   with pytest.raises(AttributeError, match="no attribute 'Nonsense'"): tinyvllm.Nonsense   # noqa: B018
 
 
-def top_level_names(module: str) -> set[str]:
-  names = set()
-  for node in [x for part in parse(module).body for x in (part.body if isinstance(part, ast.If) else [part])]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef): names.add(node.name)
-    names |= {target.id for target in assigned_targets(node) if isinstance(target, ast.Name)}
-    if isinstance(node, ast.Import | ast.ImportFrom): names |= {alias.asname or alias.name for alias in node.names}
-  return names
-
-
-def test_imported_members_exist():
-  """`from module import name` in core and extension, including imports within functions."""
-  for module in FILES:
-    for node in walk(parse(module), lambda node: True):
-      for name in imported_names(module, node):
-        target = module_of(name)
-        member = name[len(target) + 1:] if target else ""
-        if not member or member == "*" or "__getattr__" in top_level_names(target): continue
-        assert member in top_level_names(target), f"{module} imports {name}, which {target} does not define"
-
-
 def rank(module: str) -> int:
   """Return a module's place in FLOORS. The longest matching name decides."""
   places = {name: i for i, names in enumerate(FLOORS) for name in names.split()}

@@ -6,6 +6,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from helpers.data import read_data
 from helpers.engines import ENGINE, LogitsRecorder
 from helpers.gguf_files import decoded, read_matrices, write_gguf
 from helpers.models import CORPUS, VARIANTS, load, tiny_model, write_safetensors
@@ -75,25 +76,14 @@ def test_type_equals_gguf_package(tmp_path, kind, config):
     assert model.embed_tokens.weight.dtype == dtype
 
 
-MIXTURES = [   # type, exceptions, and formats of matrices
-  # llama.cpp's Q4_K_M, Q2_K and Q3_K_M are like the first three
-  ("Q4_K", {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K", "ffn_gate": "Q4_0", "ffn_up": "Q8_0",
-            "token_embd": "F16"},
-   {"q_proj": (8, 16, True), "k_proj": (8, 16, True), "v_proj": (8, 16, True), "o_proj": (4, 32, True),
-    "gate_proj": (8, 32, False), "up_proj": (8, 32, False), "down_proj": (8, 16, False), "lm_head": (8, 16, False)}),
-  ("Q2_K", {"attn_v": "Q3_K", "ffn_up": "Q4_0"}, {"q_proj": (4, 16, True)}),
-  ("Q3_K", {"attn_v": "Q5_K"}, {"q_proj": (8, 16, True)}),
-  ("Q4_0", {"attn_v": "Q4_1", "ffn_gate": "Q3_K"}, {"q_proj": (4, 32, True)}),
-  ("IQ4_XS", {"attn_v": "Q2_K"}, {"q_proj": (8, 16, True)}),
-  ("Q4_K", {"attn_q": "Q4_0", "attn_k": "Q5_1", "attn_v": "Q8_0"}, {"q_proj": (8, 32, True)}),
-  ("Q4_K", {"attn_v": "F16", "ffn_up": "BF16"}, {"o_proj": (4, 32, True)}),
-  ("Q4_K", {"token_embd": "F16", "output": "BF16"}, {"q_proj": (4, 32, True)})]
+# Type, exceptions, and formats of matrices. llama.cpp's Q4_K_M, Q2_K and Q3_K_M are like the first three
+MIXTURES = read_data("gguf_mixtures.json")
 
 
 @pytest.mark.parametrize("kind,kinds,expected", MIXTURES)
 def test_mixture_gives_fused_projections_one_format(tmp_path, kind, kinds, expected):
   formats = formats_of(read_matrices(write_model_file(tmp_path, kind, kinds=kinds))).items()
-  assert expected.items() <= {name.split(".")[-1]: x for name, x in formats}.items()
+  assert expected.items() <= {name.split(".")[-1]: [*x] for name, x in formats}.items()
 
 
 @pytest.mark.parametrize("kind,dtype", [("F32", dtypes.float32), ("F16", dtypes.float16), ("BF16", dtypes.bfloat16)])

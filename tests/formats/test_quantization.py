@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.data import read_data
 from helpers.engines import ENGINE, check_logits
 from helpers.gguf_files import write_gguf
 from helpers.kernels import store_quantized
 from helpers.models import load, random_weights, tiny_config, tiny_model, write_safetensors
 from helpers.parameters import slow
-from helpers.quantized_models import (DATA, FORMATS, SIZES, check_matrices, compressed, is_projection,
+from helpers.quantized_models import (FORMATS, SIZES, check_matrices, compressed, is_projection,
                                       load_model, quantized_model)
 from helpers.reference import random_numbers
 from safetensors.numpy import load_file, save_file
@@ -180,7 +181,7 @@ def test_config_that_contradicts_the_shapes_is_refused(tmp_path, field, value, a
   with pytest.raises(InputError, match=f"{field}={value}, but .* has {actual}"): load_model(folder)
 
 
-@pytest.mark.parametrize("text,config", json.loads((DATA / "unsupported_quantization.json").read_text()).items())
+@pytest.mark.parametrize("text,config", read_data("unsupported_quantization.json").items())
 def test_unsupported_quantization_config_raises_with_supported_methods(text, config):
   """Marlin's matrices are permuted."""
   with pytest.raises(InputError, match=f"^quantization_config.*{text}.* is not supported: .*awq .*gptq .*compressed"):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.data import read_data
 from helpers.engines import ENGINE, LogitsRecorder, check_logits
 from helpers.models import load, random_weights, tiny_config, tiny_model, write_safetensors
 from helpers.reference import reference_greedy, reference_logits
@@ -80,22 +81,10 @@ def test_order_and_derived_tensors_do_not_matter(tmp_path):
 
 # Files that are refused
 
-LAYER = "model.layers.1."
+REFUSED = read_data("refused_weights.json")
 
 
-@pytest.mark.parametrize("shapes,parts", [   # of tensors; None: missing
-  *[({name: None}, [name, " missing"]) for name in (
-    "model.embed_tokens.weight", f"{LAYER}self_attn.k_proj.weight", f"{LAYER}mlp.up_proj.weight", "model.norm.weight",
-    "lm_head.weight")],
-  *[({name: (8, 8)}, [name]) for name in (
-    "model.layers.2.self_attn.q_proj.weight", f"{LAYER}self_attn.q_proj.bias", f"{LAYER}mlp.experts.weight")],
-  *[({name: shape}, [name, [*shape]]) for name, shape in (
-    ("model.embed_tokens.weight", (319, 32)), ("model.norm.weight", (16,)), ("lm_head.weight", (320, 16)),
-    (f"{LAYER}self_attn.q_proj.weight", (24, 32)), (f"{LAYER}self_attn.k_proj.weight", (16, 31)),
-    (f"{LAYER}mlp.down_proj.weight", (64, 32)), (f"{LAYER}mlp.gate_proj.weight", (64, 32, 1)),
-    (f"{LAYER}input_layernorm.weight", (32, 1)), (f"{LAYER}self_attn.o_proj.weight", (1024,)))],
-  # 24 + 24 rows instead of 32 + 16
-  ({f"{LAYER}self_attn.{x}_proj.weight": (24, 32) for x in "qk"}, [f"{LAYER}self_attn.q_proj.weight"])])
+@pytest.mark.parametrize("shapes,parts", REFUSED["shapes"], ids=str)   # of tensors; None: missing
 def test_missing_unexpected_or_misshapen_tensor_raises_with_name(tmp_path, shapes, parts):
   weights = {name: x for name, x in random_weights(tiny_config()).items() if name not in shapes}
   weights |= {name: np.ones(shape, np.float32) for name, shape in shapes.items() if shape}
@@ -132,13 +121,7 @@ def test_unsupported_file_dtype_raises_with_tensor_name(tmp_path):
   check_refused(tmp_path, file, "model.embed_tokens.weight", "I32", "BF16")
 
 
-@pytest.mark.parametrize("config,parts", [
-  ({"architectures": ["BertModel"]}, ["BertModel", "LlamaForCausalLM", "Gemma3ForCausalLM", "Qwen3ForCausalLM"]),
-  ({"architectures": ["Qwen3ForCausalLM"], "hidden_act": "relu"}, ["hidden_act", "relu", "silu"]),
-  ({"architectures": ["Qwen3ForCausalLM"], "rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "yarn"]),
-  ({"architectures": None}, ["LlamaForCausalLM"]), ({"hidden_size": None}, ["hidden_size"]),
-  ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
-  ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "llama3", "linear"])])
+@pytest.mark.parametrize("config,parts", REFUSED["configs"])
 def test_unsupported_model_config_raises_with_supported_values(tmp_path, config, parts):
   folder = tiny_model(tmp_path)
   (folder / "config.json").write_text(json.dumps(tiny_config(**config)))
@@ -169,8 +152,9 @@ def test_model_path_with_tilde_is_expanded(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("options,message", [
   ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 .*1: Backend"),
-  ({"quantization": "int8"}, "quantization='int8' .*None: Backend")])
-def test_core_backend_parallel_or_quantized_raises(tmp_path, options, message):
+  ({"quantization": "int8"}, "quantization='int8' .*None: Backend"),
+  ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' must be 'auto'")])
+def test_core_backend_option_of_the_extension_raises(tmp_path, options, message):
   folder = tiny_model(tmp_path)
   with pytest.raises(InputError, match=message): LLM(folder, backend=Backend(), **AUTO, **options)
 

@@ -1,13 +1,12 @@
 """Bodies of agents, and a template and answers with tools."""
 import json
-from pathlib import Path
 
+from .data import DATA
 from .engines import ENGINE
 from .models import tiny_model
 from .servers import LocalServer
 
 
-DATA = Path(__file__).parents[1] / "data"
 # Renders all its inputs, so that tests can compare the numbers of tokens
 TEMPLATE = (DATA / "agent_template.jinja").read_text()
 WEATHER = {"type": "function", "name": "weather", "description": "of a city", "parameters": {

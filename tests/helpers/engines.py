@@ -11,7 +11,6 @@ from .reference import reference_greedy, reference_logits
 
 # Options of the engine in most tests: graphs of 1, 2, 4, 8 and 16 tokens. Engines of equal shapes share kernels
 ENGINE = {"dtype": "float32", "max_model_len": 128, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
-SAMPLING_ENGINE = {**ENGINE, "max_num_seqs": 8, "max_num_batched_tokens": 8}   # few samplers: each compiles for seconds
 
 
 def token_rows(positions: Any, slots: Any, blocks: Any) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Steps that fail, to test that an engine recovers."""
 import itertools
 
+import pytest
 from .engines import check_invariants
 
 
@@ -55,6 +56,16 @@ def step(engine, last):
   except Failed: failed = True
   check_invariants(engine)
   return failed
+
+
+def finish_broken(engine, place, number, requests):
+  """Run requests, (prompt, params) by name, while visit `number` of a place fails once. Return their last outputs."""
+  for name, request in requests.items(): engine.add_request(name, *request)
+  with pytest.MonkeyPatch.context() as patch:
+    break_steps(engine, patch, fail_once(place, number))
+    last, failures = finish(engine)
+  assert failures == 1, f"{place} {number} must fail"
+  return last
 
 
 def finish(engine, last=None, limit=2000):

@@ -1,11 +1,11 @@
 """Requests that a server refuses, from data/invalid_requests.json."""
 import json
-from pathlib import Path
 from typing import Any
 
+from .data import read_data
 from .servers import Client, error_of
 
-REQUESTS = json.loads((Path(__file__).parents[1] / "data/invalid_requests.json").read_text())
+REQUESTS = read_data("invalid_requests.json")
 VALID: dict[str, dict[str, Any]] = REQUESTS["valid"]   # a body of each path
 
 

@@ -1,5 +1,4 @@
 """Models in the formats of quantization tools."""
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +14,10 @@ from tinyvllm_extra.formats.checkpoints import open_checkpoint
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.formats.quantization import dequantize, find_layouts
 from tinyvllm_extra.formats.weights import SafetensorsCheckpoint
+from .data import read_data
 from .models import random_weights, tiny_config, tiny_model, write_safetensors
 
 
-DATA = Path(__file__).parents[1] / "data"
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 def is_projection(name: str) -> bool: return name.endswith(tuple(f"{x}.weight" for x in PROJECTIONS))
@@ -67,7 +66,7 @@ def compressed_tensors(name, q, scale, zero, group_of, bits, config):
 
 def compressed(bits, form="pack-quantized", **weights):
   """Return a quantization_config with all keys that compressed-tensors 0.20 writes."""
-  config = json.loads((DATA / "compressed_tensors_config.json").read_text())
+  config = read_data("compressed_tensors_config.json")
   group = config["config_groups"]["group_0"]
   return config | {"format": form, "config_groups": {
     "group_0": group | {"format": form, "weights": group["weights"] | {"num_bits": bits, **weights}}}}

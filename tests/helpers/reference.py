@@ -1,7 +1,7 @@
 """References without any of the package's code: a plain numpy LLaMA, greedy decoding, sampling by sorting, and
 quantized K and V."""
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +119,6 @@ def reference_probabilities(logits: np.ndarray, temperature: float) -> np.ndarra
 def log_softmax(x: np.ndarray) -> np.ndarray:
   x = x - x.max(-1, keepdims=True)
   return x - np.log(np.exp(x).sum(-1, keepdims=True))
-
-
-def cut_after_end_token(ids: list[int], ends: Iterable[int]) -> list[int]:
-  """Return the ids up to and including the first end token."""
-  return next((ids[:i + 1] for i, x in enumerate(ids) if x in ends), ids)
 
 
 def chi_square_passes(ids, p):

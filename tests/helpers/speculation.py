@@ -6,6 +6,7 @@ import pytest
 
 from tinyvllm_extra.sampling.speculation import Drafter, NGramDrafter
 
+from .data import read_data
 from .engines import assert_same_outputs
 from .models import VOCAB
 from .requests import greedy
@@ -94,20 +95,7 @@ def check_preemptions(engine):
   scheduler.schedule = checked_schedule
 
 
-CASES = {
-  "greedy": {"temperature": 0.0}, "temperature": {}, "top_k": {"top_k": 5}, "top_p": {"top_p": 0.7},
-  "min_p": {"min_p": 0.1}, "all": {"top_k": 30, "top_p": 0.9, "min_p": 0.02, "temperature": 1.5},
-  "n": {"n": 3}, "logprobs": {"logprobs": 3}, "prompt_logprobs": {"prompt_logprobs": 2, "logprobs": 0, "n": 2},
-  "logit_bias": {"logit_bias": {270: 3.0, 280: -100.0, 290: 2.5}},
-  "allowed_token_ids": {"allowed_token_ids": [260, 270, 280], "logprobs": 1},
-  "min_tokens": {"min_tokens": 20, "ignore_eos": False, "stop_token_ids": [*range(262, 300)]},
-  "eos": {"ignore_eos": False, "logit_bias": {2: 4.0}}, "max_tokens": {"max_tokens": 3},
-  "seed": {"seed": -2**63}, "no seed": {"seed": None, "temperature": 0.0},
-  # Logits that depend on earlier tokens: no drafts
-  "repetition_penalty": {"repetition_penalty": 1.3}, "presence_penalty": {"presence_penalty": 0.5},
-  "frequency_penalty": {"frequency_penalty": -0.5, "temperature": 0.0}, "bad_words": {"bad_words": ["the", "a cat"]},
-  "structured_outputs": {"structured_outputs": {"regex": "[a-z ]{30}"}, "ignore_eos": False},
-}
+CASES = read_data("sampling_fields.json")["speculation"]
 NO_DRAFTS = ["repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "structured_outputs"]
 
 

@@ -23,29 +23,8 @@ ROOT = Path(__file__).parents[2]
 LLVM, HIP = "LLVM", "HIP C"
 UNALIGNED = "-unaligned-access-mode"   # a feature of the target: the emulator rounds addresses down to whole words
 # Replaces AMD's hipcc: clang, with definitions of the few functions of AMD's device libraries that kernels call
-HIPCC = """#!/bin/sh
-case "$*" in
-  *.cpp*) exec clang-19 -x hip -nogpuinc -nogpulib -Wno-ignored-attributes \\
-    -include "$(dirname "$0")/device_library.h" -Xclang -target-feature -Xclang {unaligned} "$@";;
-  *) exec clang-19 -nogpulib "$@";;
-esac
-"""
-DEVICE_LIBRARY = r"""
-#define DEVICE extern "C" __attribute__((device, always_inline))
-#define INDEX(name, builtin) DEVICE unsigned long __ockl_get_##name(unsigned axis) { \
-  return axis == 0 ? __builtin_amdgcn_##builtin##_x() : axis == 1 ? __builtin_amdgcn_##builtin##_y() \
-                                                                 : __builtin_amdgcn_##builtin##_z(); }
-#define MATH(name) \
-  DEVICE float __ocml_##name##_f32(float x) { return __builtin_elementwise_##name(x); } \
-  DEVICE _Float16 __ocml_##name##_f16(_Float16 x) { return __builtin_elementwise_##name(x); }
-INDEX(local_id, workitem_id)
-INDEX(group_id, workgroup_id)
-INDEX(local_size, workgroup_size)
-MATH(exp2)
-MATH(log2)
-MATH(sqrt)
-MATH(trunc)
-"""
+HIPCC = ROOT / "tests/data/amd_hipcc.sh"
+DEVICE_LIBRARY = ROOT / "tests/data/amd_device_library.h"
 
 
 class Variant(NamedTuple):
@@ -78,8 +57,8 @@ def environment(variant: Variant, folder: Path) -> dict[str, str]:
   if variant.compiler == HIP:
     if not shutil.which("clang-19"): raise ValueError("HIP C needs clang-19 on the PATH: apt-get install clang-19")
     bin.mkdir()
-    (bin / "device_library.h").write_text(DEVICE_LIBRARY)
-    (bin / "hipcc").write_text(HIPCC.format(unaligned=UNALIGNED))
+    shutil.copy(DEVICE_LIBRARY, bin / "device_library.h")
+    (bin / "hipcc").write_text(HIPCC.read_text().replace("@UNALIGNED@", UNALIGNED))
     (bin / "hipcc").chmod(0o755)
     path = f"{bin}{os.pathsep}{path}"
   python_path = os.pathsep.join([*(str(ROOT / name) for name in ("", "tests", "tests/kernels", "examples")),

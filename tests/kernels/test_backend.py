@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from helpers.data import read_data
 from helpers.engines import assert_same_outputs, check_invariants, run_to_end
 from helpers.fake_device import gumbel_noise
 from helpers.models import tiny_model
@@ -205,14 +206,7 @@ def test_top_20_logprobs_of_prompt_and_output_equal_reference(llm, folder, lengt
 
 # Sampling fields, which need other kernels
 
-FIELDS = {
-  "sampled": {**SAMPLED, "seed": 7}, "64-bit seed": {"temperature": 0.7, "min_p": 0.02, "seed": 2**40 + 5},
-  "logit_bias": {"logit_bias": {300: 3.5, 306: -100.0, 270: 2.0}},
-  "allowed_token_ids": {"allowed_token_ids": [*range(259, 320, 4), 6]},
-  "penalties": {"repetition_penalty": 1.5, "presence_penalty": 0.6, "frequency_penalty": 0.4},
-  "penalties of negative logits": {
-    "repetition_penalty": 1.3, "allowed_token_ids": [*range(259, 320)],
-    "logit_bias": {i: -10 for i in range(259, 320)}}}
+FIELDS = read_data("sampling_fields.json")["backends"]
 
 
 @pytest.mark.parametrize("field", FIELDS)

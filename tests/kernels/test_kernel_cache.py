@@ -42,15 +42,20 @@ def test_kernel_folder_lowers_each_kernel_once(lowered, tmp_path):
   assert len(files(tmp_path)) == 2 and all(len(path.name) == 64 for path in files(tmp_path)), "a temporary file remains"
 
 
-def test_kernel_folder_separates_versions_compilers_and_settings(lowered, monkeypatch, tmp_path):
+def test_kernel_folder_separates_versions_patches_compilers_and_settings(lowered, monkeypatch, tmp_path):
+  (tmp_path / "kernels").mkdir()
+  (tmp_path / "patches.py").write_text("# changed\n")
+  others = (("importlib.metadata.version", lambda name: "0.15.0"), (f"{kernels.__name__}.__version__", "0.0.1"),
+            (f"{kernels.__name__}.PATCHES", tmp_path / "patches.py"))
   for _ in range(2):
-    build_kernel(tmp_path)
-    with monkeypatch.context() as patch:
-      patch.setattr("importlib.metadata.version", lambda name: "0.15.0")
-      build_kernel(tmp_path)
-    with helpers.Context(NOOPT=1): build_kernel(tmp_path)
-    build_kernel(tmp_path, compiler=("clang", 1, 3))
-    assert len(lowered) == 4
+    build_kernel(tmp_path / "kernels")
+    for name, value in others:
+      with monkeypatch.context() as patch:
+        patch.setattr(name, value)
+        build_kernel(tmp_path / "kernels")
+    with helpers.Context(NOOPT=1): build_kernel(tmp_path / "kernels")
+    build_kernel(tmp_path / "kernels", compiler=("clang", 1, 3))
+    assert len(lowered) == 6
 
 
 def test_kernel_folder_damaged_file_is_replaced(lowered, tmp_path):

@@ -10,7 +10,6 @@ from helpers.requests import greedy, ids_of, tokens
 from tinygrad import dtypes
 
 from tinyvllm import LLM
-from tinyvllm.backend import Backend
 from tinyvllm.config import ModelConfig
 from tinyvllm_extra.kernels import FastBackend
 from tinyvllm_extra.kernels.tensor_cores import kv_layout
@@ -71,11 +70,6 @@ def block_bytes(kind, dtype, **config):
   model = ModelConfig.from_hf(tiny_config(**config), "x")
   parts = kv_layout(model, LLMConfig(kv_cache_dtype=kind), dtype)
   return sum(math.prod(shape) * element.itemsize for shape, element in parts)
-
-
-def test_core_backend_int8_raises(folder):
-  with pytest.raises(ValueError, match="kv_cache_dtype='int8' must be 'auto'"):
-    LLM(folder, backend=Backend(), kv_cache_dtype="int8", **ENGINE)
 
 
 def test_bytes_per_token_are_half_of_float16():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers.commands import error_line, process
 from helpers.engines import check_invariants
-from helpers.faults import break_steps, fail_once, finish
+from helpers.faults import finish_broken
 from helpers.models import random_weights, tiny_config, tiny_model, write_safetensors
 from helpers.parameters import slow
 from helpers.quantized_models import FORMATS, SIZES, is_projection, quantized_model
@@ -210,14 +210,10 @@ def test_draft_model_is_unsplit_on_first_device(folder, tmp_path):
 # failed steps
 
 @pytest.mark.parametrize("place", ["launch", "compute", "read", "amid update"])
-def test_failed_step_on_two_devices_loses_and_repeats_no_token(two_devices, folder, monkeypatch, place):
+def test_failed_step_on_two_devices_loses_and_repeats_no_token(two_devices, folder, place):
   prompts = {name: prompt(n, place, name) for name, n in (("a", 3), ("b", 10), ("c", 1))}
   for number in (1, 3):
-    for name, ids in prompts.items(): two_devices.add_request(name, tokens(ids), greedy(4))
-    with monkeypatch.context() as patch:
-      break_steps(two_devices, patch, fail_once(place, number))
-      last, failures = finish(two_devices)
-    assert failures == 1
+    last = finish_broken(two_devices, place, number, {name: (tokens(ids), greedy(4)) for name, ids in prompts.items()})
     assert {name: ids_of(output) for name, output in last.items()} == {
       name: reference_greedy(folder, ids, 4) for name, ids in prompts.items()}
 

@@ -11,6 +11,7 @@ import ast
 import concurrent.futures
 import importlib.abc
 import importlib.util
+import json
 import os
 import signal
 import sys
@@ -19,29 +20,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-CORE, EXTRA = "tinyvllm", "examples/tinyvllm_extra"
-# Source file -> test files of the default lane, the most likely to fail first
-TARGETS = {
-  f"{CORE}/scheduler.py": "core/test_scheduler core/test_memory core/test_pool core/test_engine core/test_failed_steps "
-                          "sampling/test_draft_models",
-  f"{CORE}/request.py": "core/test_stops core/test_scheduler serving/test_errors core/test_engine sampling/test_fields",
-  f"{CORE}/runner.py": "core/test_engine core/test_pool core/test_memory core/test_graphs sampling/test_fields",
-  f"{CORE}/engine.py": "core/test_engine core/test_threads core/test_failed_steps core/test_stops core/test_memory "
-                       "core/test_faults core/test_pool core/test_review_faults serving/test_errors",
-  f"{CORE}/tokenizer.py": "core/test_stops text/test_tokenizer core/test_engine sampling/test_structured",
-  **dict.fromkeys([f"{EXTRA}/sampling/logits.py", f"{EXTRA}/sampling/params.py"],
-                  "sampling/test_fields core/test_review_faults serving/test_errors serving/test_request* "
-                  "serving/test_completions"),
-  f"{EXTRA}/sampling/structured_outputs.py": "sampling/test_structured serving/test_re* serving/test_tools",
-  f"{EXTRA}/sampling/speculation.py": "sampling/test_*draft* sampling/test_spec*",
-  f"{EXTRA}/cache/prefix_cache.py": "cache/test_*",
-  f"{EXTRA}/serving/async_engine.py": "serving/test_async* serving/test_server_faults core/test_graphs",
-  **dict.fromkeys([f"{EXTRA}/serving/protocol.py", f"{EXTRA}/serving/answers.py"],
-                  "serving/test_request_fields serving/test_completions serving/test_vllm_cases serving/test_server "
-                  "serving/test_tools serving/test_re* serving/test_messages")}
-# Lanes with real engines, for changes that the default lane does not find: graphs and kernels
-REAL = {f"{CORE}/runner.py": "core/test_real_engine kernels/test_backend",
-        f"{EXTRA}/sampling/logits.py": "kernels/test_sampler kernels/test_backend"}
+# Source file -> test files, the most likely to fail first: of the default lane; and of lanes with real engines, for
+# changes that the default lane does not find: graphs and kernels
+TARGETS, REAL = json.loads(Path(__file__).with_name("targets.json").read_text()).values()
 PAIRS = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn),
          (ast.And, ast.Or), (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.LShift, ast.RShift),
          (ast.BitOr, ast.BitAnd)]

@@ -6,14 +6,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from helpers.agents import DATA, SCRIPT, TEMPLATE
+from helpers.agents import SCRIPT, TEMPLATE
+from helpers.data import DATA, read_data
 from helpers.engines import ENGINE
 from helpers.models import tiny_model
 from helpers.requests import flags
 from helpers.servers import Server
 
 # Each program's command line, the call of its tool that lists files, and its variables
-PROGRAMS = json.loads((DATA / "agent_programs.json").read_text())
+PROGRAMS = read_data("agent_programs.json")
 LENGTH = 131072   # the programs' instructions and tools have more than 10,000 tokens
 
 

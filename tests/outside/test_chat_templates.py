@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.data import read_data
 from helpers.tokenizers import byte_level_bpe
 
 from tinyvllm_extra.text.huggingface import load_tokenizer
 
-DATA = Path(__file__).parents[1] / "data"
-CONVERSATIONS: dict[str, dict[str, Any]] = json.loads((DATA / "conversations.json").read_text())
+CONVERSATIONS: dict[str, dict[str, Any]] = read_data("conversations.json")
 # tokenizer_config.json and other files, in which transformers finds a template
-PLACES = json.loads((DATA / "template_places.json").read_text())
+PLACES = read_data("template_places.json")
 TRL = importlib.util.find_spec("trl").submodule_search_locations[0]   # not imported: it would need torch
 FOLDERS = [Path(TRL, "chat_templates"), *map(Path, filter(None, [os.environ.get("TINYVLLM_TEMPLATES")]))]
 TEMPLATES = {path.stem: path.read_text() for folder in FOLDERS for path in sorted(folder.glob("*.jinja"))}

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import anthropic
 import pytest
+from helpers.data import read_data
 from helpers.servers import LocalServer
 
 from tinyvllm import LLM, SamplingParams
 
 FOLDER = Path(os.environ.get("TINYVLLM_REAL_MODELS", "/nowhere"))
-RECORDS = json.loads((Path(__file__).parents[1] / "data/real_models.json").read_text())
+RECORDS = read_data("real_models.json")
 QWEN = "qwen2.5-coder-0.5b-instruct.gguf"
 NEAR_TIE = 0.6   # logits between the best and the second best id
 WEATHER = {"name": "get_weather", "description": "Get the current weather of a city", "parameters": {

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from helpers.data import read_data
 from helpers.servers import Server, error_of, wait_until
 
 pytestmark = pytest.mark.slow
@@ -52,7 +53,7 @@ def test_requests_generated_from_openapi_schema_get_conforming_responses(server,
 # cut (like refused, and the client stops sending), answered (like refused, or 200), broken (invalid HTTP: 4xx or a
 # closed connection), or dropped (the client disconnects before a response)
 Hostile = tuple[str, bytes]
-DATA = json.loads((Path(__file__).parents[1] / "data/hostile_requests.json").read_text())
+DATA = read_data("hostile_requests.json")
 BODIES: dict[str, dict[str, Any]] = DATA["bodies"]   # path: a valid body
 TEXT, CHAT, *_ = BODIES
 VALID = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}

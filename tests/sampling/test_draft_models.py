@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 from helpers.engines import ENGINE, check_invariants
-from helpers.faults import PLACES, break_steps, fail_once, finish
+from helpers.faults import PLACES, finish_broken
 from helpers.models import tiny_model
 from helpers.parameters import slow
 from helpers.reference import reference_greedy
@@ -104,11 +104,8 @@ def test_failed_step_with_drafts_loses_and_repeats_no_token(engine, words_folder
     Oracle(monkeypatch, style).texts = [[*ids, *expected[name]] for name, ids in jobs.items()]
     engine.blocks.cached_blocks.clear()
     engine.blocks.reset()
-    for name, ids in jobs.items(): engine.add_request(name, tokens(ids), greedy(14, logprobs=0))
-    with monkeypatch.context() as patch:
-      break_steps(engine, patch, fail_once(place, number))
-      last, failures = finish(engine)
-    assert failures == 1, f"{place} {number} must fail"
+    requests = {name: (tokens(ids), greedy(14, logprobs=0)) for name, ids in jobs.items()}
+    last = finish_broken(engine, place, number, requests)
     assert {name: ids_of(output) for name, output in last.items()} == {name: x[:14] for name, x in expected.items()}
     again = engine.generate([tokens(ids) for ids in jobs.values()], greedy(14, logprobs=0), False)
     check_same(again, [last[name] for name in jobs])

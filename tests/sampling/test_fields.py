@@ -2,6 +2,7 @@
 probabilities. The engine is compared with plain numpy."""
 import numpy as np
 import pytest
+from helpers.data import read_data
 from helpers.engines import ENGINE
 from helpers.models import tiny_model
 from helpers.reference import (END, N, SPM, changed, encodings, end_ids, log_softmax, reference_greedy,
@@ -32,24 +33,8 @@ def naive_greedy(folder, prompt_ids, n, encode=SPM.EncodeAsIds, penalized=None, 
 
 
 W, M = SPM.EncodeAsIds("wm")
-CASES = {name: (prompt(3 + salt % 7, salt), options) for name, (salt, options) in {
-  "repetition_penalty": (5, {"repetition_penalty": 1.5}),
-  "repetition_penalty below 1": (2, {"repetition_penalty": 0.6}),
-  "presence_penalty": (9, {"presence_penalty": 1.5}), "presence_penalty below 0": (1, {"presence_penalty": -1.5}),
-  "frequency_penalty": (8, {"frequency_penalty": 0.6}), "frequency_penalty below 0": (4, {"frequency_penalty": -1.25}),
-  "logit_bias -100": (16, {"logit_bias": {278: -100, 274: -100.0}}),
-  "logit_bias 100": (17, {"logit_bias": {300: 100.0}}),
-  "logit_bias with str keys": (18, {"logit_bias": {"300": 3.5, "7": 6, "306": 2}}),
-  "min_tokens": (10, {"ignore_eos": False, "min_tokens": 6}),
-  "allowed_token_ids": (7, {"allowed_token_ids": [*range(259, 320, 4), 6]}),
-  "bad_words of one token": (19, {"bad_words": ["n", "is"]}),
-  "bad_words of several tokens": (2, {"bad_words": ["wm", "oyl", "a"]}),
-  "three stop_token_ids": (22, {"stop_token_ids": [312, 282, 9], "min_tokens": 9}),
-  "300 stop_token_ids": (23, {"stop_token_ids": [*range(3, 303)], "min_tokens": 8}),
-  "all fields": (10, {
-    "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {"302": 2.5, 306: -1},
-    "allowed_token_ids": [*range(3, 60), *range(261, 320)], "bad_words": ["wm", "s"], "min_tokens": 7,
-    "stop_token_ids": [*range(285, 305)], "ignore_eos": False, "temperature": 1e-6, "top_k": 4, "top_p": 0.5})}.items()}
+CASES = {name: (prompt(3 + salt % 7, salt), options) for name, (salt, options) in
+         read_data("sampling_fields.json")["greedy"].items()}
 CASES |= {f"bad word that starts in the prompt, {name}": (
   [*prompt(4, 1), W], {"bad_words": ["wm"], "allowed_token_ids": [W, M], "logit_bias": bias})
   for name, bias in {"allowed": {M: 8.0}, "then banned": {W: 1.0}}.items()}

@@ -1,10 +1,9 @@
 """Defaults and bounds of options, as their users know them. A change here changes what existing programs do."""
 import dataclasses
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.data import read_data
 
 from tinyvllm import InputError, SamplingParams, StructuredOutputsParams
 from tinyvllm.request import SamplingParams as CoreParams
@@ -12,7 +11,7 @@ from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.sampling.speculation import SpeculativeConfig
 from tinyvllm_extra.sampling.structured_outputs import tag_grammar
 
-LIMITS = json.loads((Path(__file__).parents[1] / "data/option_limits.json").read_text())
+LIMITS = read_data("option_limits.json")
 
 
 @pytest.mark.parametrize("options", [SamplingParams, LLMConfig, SpeculativeConfig, StructuredOutputsParams])

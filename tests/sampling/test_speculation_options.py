@@ -1,9 +1,9 @@
 """Speculative decoding: its options, draft models that do not fit, and the server's metrics."""
 import json
 import re
-from pathlib import Path
 
 import pytest
+from helpers.data import read_data
 from helpers.engines import ENGINE
 from helpers.models import tiny_model
 from helpers.requests import flags
@@ -14,7 +14,7 @@ from helpers.tokenizers import byte_level_bpe
 from tinyvllm import LLM
 from tinyvllm_extra.serving.prometheus import draft_statistics
 
-INVALID = json.loads((Path(__file__).parents[1] / "data/invalid_speculation.json").read_text())
+INVALID = read_data("invalid_speculation.json")
 
 
 @pytest.mark.parametrize("config, message", INVALID, ids=str)

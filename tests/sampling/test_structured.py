@@ -2,11 +2,11 @@
 Checked with json, jsonschema, re and, token by token, with a list of the tokens' texts."""
 import json
 import re
-from pathlib import Path
 
 import jsonschema
 import numpy as np
 import pytest
+from helpers.data import read_data
 from helpers.engines import ENGINE, assert_same_outputs
 from helpers.models import VOCAB, tiny_model
 from helpers.reference import SPM, changed, reference_logits
@@ -16,7 +16,7 @@ from helpers.tokenizers import byte_level_bpe
 from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
 
 GUIDED = {**ENGINE, "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 4}
-DATA = json.loads((Path(__file__).parents[1] / "data/structured_outputs.json").read_text())
+DATA = read_data("structured_outputs.json")
 FORMATS = DATA["formats"]
 VALUES = {name: (kind, value) for name, (kind, value, *_) in FORMATS.items()}
 PIECES = [chr(int(piece[3:5], 16)) if SPM.IsByte(i) else piece.replace("\u2581", " ")
@@ -54,7 +54,7 @@ def llm(folder): return LLM(folder, **GUIDED)
 
 
 # JSON schemas that zod, zod-to-json-schema, openai, LangChain and pydantic write: outside/record_schemas.py
-GENERATED = json.loads((Path(__file__).parents[1] / "data/generated_schemas.json").read_text())
+GENERATED = read_data("generated_schemas.json")
 
 
 @pytest.mark.parametrize("name", GENERATED)

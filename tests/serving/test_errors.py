@@ -1,17 +1,16 @@
 """An invalid request or option raises ValueError with field, value and limit. Other requests continue."""
-import json
 import math
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
-from helpers.agents import DATA
+from helpers.data import read_data
 from helpers.engines import check_invariants
 from helpers.reference import reference_greedy
 
 from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
 from tinyvllm_extra.options import LLMConfig
 
-INVALID = json.loads((DATA / "invalid_values.json").read_text())   # by kind: by field, invalid values
+INVALID = read_data("invalid_values.json")   # by kind: by field, invalid values
 # Invalid values that JSON has no form for
 PYTHON_ONLY = {"stop": [b"x"], "bad_words": [b"x"], "logit_bias": [
   *({5: x} for x in (100.5, -101, math.nan, math.inf, "1", None, True)), {1.5: 1.0}, {None: 1.0}, {True: 1.0}]}
@@ -54,10 +53,6 @@ def test_error_names_limit_or_known_options(name, options, message):
 
 def test_sampling_params_are_frozen():
   with pytest.raises(FrozenInstanceError): SamplingParams().top_k = 5
-
-
-def test_max_model_len_above_model_limit_raises(folder):
-  with pytest.raises(ValueError, match="max_model_len=513.*512"): LLM(folder, max_model_len=513)
 
 
 @pytest.mark.parametrize("free,options,message", [
@@ -103,9 +98,3 @@ def test_invalid_request_raises(busy_llm, name, params, priority, words):
 
 def test_too_few_params_raise(busy_llm):
   with pytest.raises(ValueError, match="2.*3"): busy_llm.generate(["a"] * 3, [SamplingParams()] * 2)
-
-
-def test_prompts_of_maximum_length_run(small_llm, llm):
-  for engine, n in ((small_llm, 12 * 4 - 1), (llm, 128 - 1)):
-    output, = engine.generate({"prompt_token_ids": [5] * n}, SamplingParams(temperature=0.0))
-    assert len(output.outputs[0].token_ids) >= 1 and output.outputs[0].finish_reason == "length"

@@ -5,7 +5,8 @@ import json
 
 import anthropic
 import pytest
-from helpers.agents import DATA, HERMES, NO_TAGS, WEATHER, named_events, start
+from helpers.agents import HERMES, NO_TAGS, WEATHER, named_events, start
+from helpers.data import read_data
 from helpers.servers import checked
 
 KEY = "secret"
@@ -113,7 +114,7 @@ def test_other_errors_have_types_of_anthropic(server):
 
 @pytest.mark.parametrize("name", ["claude_code_first_turn.json", "claude_code_tool_turn.json"])
 def test_body_of_claude_code_is_answered(server, name):
-  body = json.loads((DATA / name).read_text())
+  body = read_data(name)
   headers = {"Authorization": f"Bearer {KEY}", "anthropic-version": "2023-06-01", "x-app": "cli",
              "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14"}
   count = server.post("/v1/messages/count_tokens?beta=true", body, headers=headers).json()["input_tokens"]

@@ -3,16 +3,16 @@ parsers, what vLLM finds in them (outside/record_tool_calls.py), and why our res
 harmony, in data/reasoning_outputs.json, follow the model cards and https://github.com/openai/harmony."""
 import itertools
 import json
-from pathlib import Path
 
 import pytest
+from helpers.data import read_data
 from hypothesis import given, settings, strategies as st
 from tinyvllm_extra.text.parsers import OutputFormat, Parser, find_format
 
-RECORDED = json.loads((Path(__file__).parents[1] / "data/tool_calls.json").read_text())
+RECORDED = read_data("tool_calls.json")
 FUNCTIONS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in RECORDED["tools"]}
 # Outputs; chat templates and their parsers; starts and units of endless outputs; parts of random outputs
-OTHERS = json.loads((Path(__file__).parents[1] / "data/reasoning_outputs.json").read_text())
+OTHERS = read_data("reasoning_outputs.json")
 CASES = [*OTHERS["outputs"], *((None, x["format"], x["text"], "", x["content"], x["calls"]) for x in RECORDED["cases"])]
 
 

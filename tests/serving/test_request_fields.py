@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from helpers.agents import DATA
+from helpers.data import read_data
 from helpers.protocol import SMALL, answer
 from helpers.requests import flags
 from helpers.servers import LocalServer, checked, error_of, stream
@@ -31,7 +31,7 @@ def tokenized(server, **fields): return server.post("/tokenize", fields).json()[
 
 # Requests with equal answers
 
-NO_EFFECT = json.loads((DATA / "fields_without_effect.json").read_text())
+NO_EFFECT = read_data("fields_without_effect.json")
 
 
 def content(server, path, **fields):
@@ -48,7 +48,7 @@ def test_field_without_effect_is_accepted_silently(server, path, name):
   assert f"unknown request field '{name}'" not in server.log
 
 
-@pytest.mark.parametrize("path,fields,other_path,other_fields", json.loads((DATA / "equal_requests.json").read_text()))
+@pytest.mark.parametrize("path,fields,other_path,other_fields", read_data("equal_requests.json"))
 def test_field_equals_another_form_of_the_request(server, path, fields, other_path, other_fields):
   assert content(server, path) != content(server, path, **fields) == content(server, other_path, **other_fields)
 

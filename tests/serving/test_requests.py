@@ -1,13 +1,13 @@
 """Bodies of requests to all routes: the prompts of data/rendered_requests.json, and the errors of
 data/invalid_requests.json."""
-import json
 
 import pytest
-from helpers.agents import DATA, TEMPLATE, start
+from helpers.agents import TEMPLATE, start
+from helpers.data import read_data
 from helpers.invalid_requests import VALID, check_refused, refused_requests
 from helpers.servers import checked
 
-RENDERED = [(path, body, prompt) for path, rows in json.loads((DATA / "rendered_requests.json").read_text()).items()
+RENDERED = [(path, body, prompt) for path, rows in read_data("rendered_requests.json").items()
             for body, prompt in rows]
 
 
@@ -44,5 +44,5 @@ def test_strict_fields_flag_refuses_only_fields_unknown_to_official_clients(tmp_
     for path, body in VALID.items(): assert server.post(path, {**body, **ignored}).status_code == 200, path
     for path, limit, name in (("/v1/responses", "max_output_tokens", "codex_first_turn.json"),
                               ("/v1/messages", "max_tokens", "claude_code_first_turn.json")):
-      response = server.post(path, {**json.loads((DATA / name).read_text()), limit: 4})
+      response = server.post(path, {**read_data(name), limit: 4})
       assert response.status_code == 200, response.text

@@ -4,7 +4,8 @@ import itertools
 import json
 
 import pytest
-from helpers.agents import DATA, HERMES, NO_TAGS, WEATHER, named_events, start
+from helpers.agents import HERMES, NO_TAGS, WEATHER, named_events, start
+from helpers.data import read_data
 from helpers.servers import checked
 
 NAMES = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
@@ -110,7 +111,7 @@ def test_stream_helper_of_openai_package_returns_final_response(server):
 
 @pytest.mark.parametrize("name", ["codex_first_turn.json", "codex_tool_turn.json"])
 def test_body_of_codex_is_answered(server, name):
-  body = json.loads((DATA / name).read_text())
+  body = read_data(name)
   headers = {"Accept": "text/event-stream", "Authorization": "Bearer none", "originator": "codex_exec"}
   with server.stream("/v1/responses", {**body, "max_output_tokens": 5}, headers=headers) as response:
     events = named_events(response)

@@ -12,7 +12,8 @@ import re
 
 import jsonschema
 import pytest
-from helpers.agents import DATA, start
+from helpers.agents import start
+from helpers.data import read_data
 from helpers.protocol import answer, rows_of
 from helpers.servers import checked
 
@@ -38,7 +39,7 @@ def test_text_offsets_of_stream_equal_whole_response(server, size, echo):
   assert choice["text"].endswith(text) and len(choice["logprobs"]["text_offset"]) >= 12
 
 
-FORMATS = json.loads((DATA / "guided_formats.json").read_text())
+FORMATS = read_data("guided_formats.json")
 SQL_TEXT = r"SELECT col_[12]  from table_[12]  where col_[12] = [12]"
 
 

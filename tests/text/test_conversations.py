@@ -1,10 +1,9 @@
 """Conversations as clients send them, rendered with templates that accept only some forms, of
 data/rendered_conversations.json. The published templates are in outside/test_chat_templates.py."""
-import json
-from pathlib import Path
 
 import pytest
 from gguf import GGUFWriter
+from helpers.data import read_data
 from helpers.models import sentencepiece_model
 
 from tinyvllm.config import InputError
@@ -12,7 +11,7 @@ from tinyvllm_extra.text.conversations import render_conversation
 from tinyvllm_extra.formats.gguf_tokenizer import make_tokenizer
 from tinyvllm_extra.text.huggingface import load_tokenizer
 
-CONVERSATIONS = json.loads((Path(__file__).parents[1] / "data/rendered_conversations.json").read_text())
+CONVERSATIONS = read_data("rendered_conversations.json")
 
 
 @pytest.fixture
