@@ -29,10 +29,9 @@ def clang_command() -> str:
 def advice(dev: str, path: str | None) -> str:
   """Return what to do if no device opens. dev: the requested device, "" for none. path: the C compiler's, if any."""
   others = [x for x in Device.get_available_devices() if x not in (dev, "" if path else "CPU")]
-  choice = f"set DEV to one that opens here: {', '.join(others)}" if others else ""
-  compiler = f"for the CPU: {'unset CC, or ' if path else ''}{clang_command()}"
-  first = compiler if dev in ("", "CPU") else f"unset DEV={dev}"
-  return ", or ".join(filter(None, [first, choice]))
+  for_cpu = f"for the CPU: {'unset CC, or ' if path else ''}{clang_command()}"
+  remedy = for_cpu if dev in ("", "CPU") else f"unset DEV={dev}"
+  return remedy + (f", or set DEV to one that opens here: {', '.join(others)}" if others else "")
 
 
 def make_backend() -> Backend:
