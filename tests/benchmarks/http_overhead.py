@@ -26,7 +26,7 @@ import common
 from tinyvllm import LLM
 from tinyvllm_extra import cli
 from tinyvllm_extra.cli.bench import Answer, run, send
-from tinyvllm_extra.cli.client import Remote
+from tinyvllm_extra.serving.client import Remote
 from tinyvllm_extra.cli.flags import BenchConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))   # tests

@@ -73,16 +73,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
       argv = (sys.argv[1:] if argv is None else argv) or ["--help"]
       args |= parse_flags(make_parser(argv), argv)
-      return optional(args["module"], args["extra"], f"tinyvllm {args['command']}").main(args)
+      return optional(args["module"], args["extra"], f"tinyvllm {args['command']}").main(args) or 0
     finally: sys.stdout.flush()
   except KeyboardInterrupt: return 130
   except BrokenPipeError:   # of a reader that wants no more, such as head
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
   except Exception as error:
-    if not isinstance(error, FAILURES):
-      from tinygrad.device import CompileError   # here, as parsing and --url need no tinygrad
-      if not isinstance(error, CompileError): raise
+    # A CompileError is known by its name, as importing it takes long
+    if not isinstance(error, FAILURES) and type(error).__name__ != "CompileError": raise
     variable = args["variables"].get(getattr(error, "parameter", None))
     print(f"tinyvllm: {f'{variable}: ' if variable else ''}{error}", file=sys.stderr)
     return 1

@@ -1,6 +1,6 @@
 """`tinyvllm bench`: prompt and generation rates in llama-bench's table. `bench throughput` and `bench serve`: flags and
 metrics of vllm bench. Prompts are random token ids, new in each run. Captures and warm-ups are not measured."""
-import dataclasses, functools, json, math, os, random, time
+import dataclasses, functools, math, os, random, time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -13,8 +13,8 @@ from tinyvllm.backend import cpu_cores
 from tinyvllm.config import JsonObject, check, logger
 from tinyvllm_extra.formats.fit import model_weights, plain_weights
 from tinyvllm_extra.options import LLMConfig
+from tinyvllm_extra.serving.client import Remote
 
-from .client import Remote
 from .flags import BenchConfig, select_options
 
 # times: of the request, its first token, …, its last token; of a server's answer one for each event
@@ -23,10 +23,7 @@ Answer = NamedTuple("Answer", [("times", list[float]), ("num_tokens", int)])
 HEADER = """\
 | model                     |          size |       params | backend | threads |    test |                t/s |
 | ------------------------- | ------------: | -----------: | ------- | ------: | ------: | -----------------: |"""
-ROW = ("| {model:25} | {size_mib:9.2f} MiB | {params_m:10.2f} M | {backend:7} | {threads:7} | {test:>7} | "
-       "{avg_ts:9.2f} ± {stddev_ts:6.2f} |")
-MODES = {"": slice(4), "throughput": slice(4, -3), "serve": slice(4, None)}   # -> fields of BenchConfig that it uses
-WARM_UP = 32    # maximum requests that a server gets before the measurement
+MODES = {"": slice(3), "throughput": slice(3, -3), "serve": slice(3, None)}   # -> fields of BenchConfig that it uses
 STATISTICS: dict[str, Callable[[list[float]], float]] = {
   "Mean": np.mean, "Median": np.median, "P99": functools.partial(np.percentile, q=99)}
 LATENCIES: dict[str, Callable[[Answer], Iterable[float]]] = {   # seconds, of an answer
@@ -54,17 +51,15 @@ def rates(llm: LLM, config: BenchConfig) -> None:
   half, model = llm.max_model_len // 2, llm.runner.model
   n_prompt = min(512, half) if config.n_prompt is None else config.n_prompt
   n_gen = min(128, half) if config.n_gen is None else config.n_gen
-  facts = {"model": llm.path.name, "size_mib": sum(x.nbytes for x in model_weights(model)) / 2**20,
-           "params_m": sum(x.num_elements for x in plain_weights(llm.model_config, type(model))) / 1e6}
-  rows = []
+  size = sum(x.nbytes for x in model_weights(model)) / 2**20
+  params = sum(x.num_elements for x in plain_weights(llm.model_config, type(model))) / 1e6
+  print(HEADER)
   for test, n, shape in (("pp", n_prompt, (n_prompt, 1)), ("tg", n_gen, (1, n_gen))):
     if not n: continue
     times = np.array([run(llm, 1, *shape)[0].times for _ in range(config.repetitions + 1)][1:])
     samples = n / (times[:, -1] - times[:, 0])
-    rows.append({**facts, "backend": Device.DEFAULT, "threads": cpu_cores(), "test": f"{test}{n}",
-                 "avg_ts": float(samples.mean()), "stddev_ts": float(samples.std(ddof=min(1, len(samples) - 1)))})
-  lines = [json.dumps(rows, indent=2)] if config.output == "json" else [HEADER, *(ROW.format(**row) for row in rows)]
-  print(*lines, sep="\n")
+    print(f"| {llm.path.name:25} | {size:9.2f} MiB | {params:10.2f} M | {Device.DEFAULT:7} | {cpu_cores():7} | "
+          f"{test + str(n):>7} | {samples.mean():9.2f} ± {samples.std(ddof=min(1, len(samples) - 1)):6.2f} |")
 
 
 def send(remote: Remote, config: BenchConfig) -> Answer:
@@ -84,7 +79,7 @@ def serve(model: str | None, config: BenchConfig) -> list[Answer]:
     time.sleep(random.expovariate(rate))
     return pool.submit(send, remote, config)
   with ThreadPoolExecutor(config.max_concurrency or config.num_prompts) as pool:
-    for warm_up in [submit(math.inf) for _ in range(min(WARM_UP, config.num_prompts))]: warm_up.result()   # may raise
+    for warm_up in [submit(math.inf) for _ in range(min(32, config.num_prompts))]: warm_up.result()   # may raise
     answers = [submit(config.request_rate) for _ in range(config.num_prompts)]
   for error in {str(x.exception()) for x in answers if x.exception()}: logger.warning(f"a request failed: {error}")
   return [x.result() for x in answers if not x.exception()]
@@ -106,8 +101,8 @@ def print_metrics(config: BenchConfig, answers: list[Answer], latencies: Iterabl
   for name, value in metrics.items(): print(f"{name + ':':40} {value:<10{'' if isinstance(value, int) else '.2f'}}")
 
 
-def main(args: JsonObject) -> int:
-  """Run `tinyvllm bench`, and return the exit code."""
+def main(args: JsonObject) -> None:
+  """Run `tinyvllm bench`."""
   mode, variables = args.get("mode", ""), args["variables"]
   if mode not in MODES:   # the word is a model
     check("model" not in args or "model" in variables, f"mode={mode!r} must be throughput or serve")
@@ -123,4 +118,3 @@ def main(args: JsonObject) -> int:
     for _ in llm.capture(): pass
     if not mode: rates(llm, config)
     else: print_metrics(config, run(llm, config.num_prompts, config.random_input_len, config.random_output_len))
-  return 0

@@ -9,8 +9,8 @@ from tinyvllm.config import JsonObject, check, logger
 from tinyvllm.request import RequestOutput
 from tinyvllm_extra.options import SAMPLING_DEFAULTS
 from tinyvllm_extra.sampling.params import SamplingParams
+from tinyvllm_extra.serving.client import Remote
 
-from .client import Remote
 from .vllm_flags import parse_value
 
 QUOTES = '"""'

@@ -4,7 +4,6 @@ import shtab
 from tinyvllm.config import JsonObject
 
 
-def main(args: JsonObject) -> int:
-  """Print the script for a shell, and return 0."""
+def main(args: JsonObject) -> None:
+  """Print the script for a shell."""
   print(shtab.complete(args["root"], args["shell"]))
-  return 0

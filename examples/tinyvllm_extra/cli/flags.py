@@ -10,19 +10,6 @@ from tinyvllm_extra.vllm_options import NO_EFFECT, TABLE
 
 from .vllm_flags import expand, parse_value, read_config, to_words
 
-# Flags of --help by group; only --help-all shows the others
-GROUPS = {"Model": "dtype quantization tensor_parallel_size",
-          "Memory": "max_model_len gpu_memory_utilization kv_cache_dtype enable_prefix_caching",
-          "Scheduling": "max_num_seqs max_num_batched_tokens",
-          "Decoding": "max_tokens temperature top_k top_p seed stop speculative_config",
-          "Server": "host port api_key served_model_name",
-          "Benchmark": """n_prompt n_gen repetitions output num_prompts random_input_len random_output_len base_url
-            max_concurrency request_rate"""}
-SHORT = {"model": ["-m"], "max_model_len": ["-c"], "max_tokens": ["-n"], "prompt": ["-p"], "n_prompt": ["-p"],
-         "n_gen": ["-n"], "repetitions": ["-r"], "output": ["-o"]}   # llama.cpp's letters
-SWITCH = {"1": True, "true": True, "0": False, "false": False}   # values of a bool's environment variable
-UNITS = {unit: base**i for base, units in ((1000, "kmgt"), (1024, "KMGT")) for i, unit in enumerate(units, 1)}
-
 
 @dataclasses.dataclass(frozen=True)
 class BenchConfig(Options):
@@ -30,7 +17,6 @@ class BenchConfig(Options):
   n_prompt: int | None = option(None, "Prompt test: tokens; 0: none (default: 512)", min=0, max=2**24)
   n_gen: int | None = option(None, "Output test: tokens; 0: none (default: 128)", min=0, max=2**24)
   repetitions: int = option(5, "Runs per test", min=1, max=10**6)
-  output: str = option("md", "Format of the table", choices=("md", "json"))
   num_prompts: int = option(100, "With a MODE: requests", min=1, max=10**6)
   random_input_len: int = option(128, "With a MODE: tokens per prompt", min=1, max=2**24)
   random_output_len: int = option(128, "With a MODE: output tokens", min=1, max=2**24)
@@ -38,6 +24,19 @@ class BenchConfig(Options):
   base_url: str = option("http://127.0.0.1:8000", "serve: URL (default: http://127.0.0.1:8000)")
   max_concurrency: int | None = option(None, "serve: requests at once (default: all)", min=1, max=10**6)
   request_rate: float = option(math.inf, "serve: mean requests/s", min=1e-6, max=math.inf)
+
+
+# Flags of --help by group; only --help-all shows the others
+GROUPS = {"Model": "dtype quantization tensor_parallel_size",
+          "Memory": "max_model_len gpu_memory_utilization kv_cache_dtype enable_prefix_caching",
+          "Scheduling": "max_num_seqs max_num_batched_tokens",
+          "Decoding": "max_tokens temperature top_k top_p seed stop speculative_config",
+          "Server": "host port api_key served_model_name",
+          "Benchmark": " ".join(field.name for field in dataclasses.fields(BenchConfig))}
+SHORT = {"model": ["-m"], "max_model_len": ["-c"], "max_tokens": ["-n"], "prompt": ["-p"], "n_prompt": ["-p"],
+         "n_gen": ["-n"], "repetitions": ["-r"]}   # llama.cpp's letters
+SWITCH = {"1": True, "true": True, "0": False, "false": False}   # values of a bool's environment variable
+UNITS = {unit: base**i for base, units in ((1000, "kmgt"), (1024, "KMGT")) for i, unit in enumerate(units, 1)}
 
 
 def integer(text: str) -> int | None:

@@ -5,9 +5,9 @@ import tinyvllm
 from tinyvllm.config import JsonObject, check
 from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.sampling.params import SamplingParams
+from tinyvllm_extra.serving.client import Remote
 
 from .chat import Chat, print_stream, start
-from .client import Remote
 from .flags import select_options
 
 

@@ -1,4 +1,4 @@
-"""The command line's client for a running server."""
+"""A client for a running server, without packages of extras."""
 import http.client, json, urllib.error, urllib.request
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
