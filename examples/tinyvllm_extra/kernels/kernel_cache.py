@@ -44,7 +44,9 @@ class KernelFolder:
     if not parts or sys.platform != "linux": return
     def work(part: list[tuple[UOp, Renderer]]) -> int: return sum(len(ast.toposort()) for ast, _ in part)
     for kernel in sorted(kernels, key=lambda kernel: work([kernel]), reverse=True): min(parts, key=work).append(kernel)
-    children = [os.fork() or self.lower(part) for part in parts]
+    children: list[int] = []
+    with contextlib.suppress(OSError):   # no memory for a copy; this process lowers the rest
+      for part in parts: children.append(os.fork() or self.lower(part))
     for child in children: os.waitpid(child, 0)
     self.compiled += len(kernels)
 

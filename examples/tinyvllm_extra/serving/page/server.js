@@ -24,9 +24,8 @@ const waitForServer = () => waiting ??= checkServer().finally(() => { waiting = 
 async function checkServer() {
   try {
     await request("health")
-    if (state.server.light === "ready") return
-    const models = (await (await request("v1/models")).json()).data
-    return update({models, server: {light: "ready", words: "Ready"}, note: ""})
+    const models = (await (await request("v1/models")).json()).data, {light} = state.server
+    return update({models, server: {light: "ready", words: "Ready"}, note: light === "ready" ? state.note : ""})
   } catch (e) { if (!showState(e)) return }
   await pause(1000)
   await checkServer()

@@ -6,7 +6,7 @@ const SHORTCUTS = {   // what they do, and how, unless the browser does it
   "Shift+Enter": ["New line"],
   "Ctrl+K": ["Search chats", () => show("chats", true, "search")],
   "Ctrl+Shift+O": ["New chat", () => open()],
-  "Escape": ["Stop the answer, leave editing, close what is open", escapeFrom],
+  "Escape": ["Stop the answer, leave editing, close the open panel", escapeFrom],
   "?": ["This list", () => $("shortcuts").showModal()],
 }
 const MAX_PASTE = 5000   // characters of a paste that is not attached as a file
@@ -169,4 +169,4 @@ paint()
 set({})
 open(state.chats.get(load("current", "sessionStorage")))
 waitForServer()
-setInterval(() => { if (!document.hidden) waitForServer() }, 15_000)
+setInterval(() => document.hidden || request("health").catch(waitForServer), 15_000)
