@@ -11,11 +11,11 @@ from safetensors.numpy import save_file
 from tinygrad import Device, TinyJit, dtypes
 from tinygrad.uop.ops import Ops
 
-from tinyvllm import LLM
+from tinyvllm import LLM, Backend
 from tinyvllm.config import InputError
 from tinyvllm_extra.kernels.expert_kernels import FastExperts
 from tinyvllm_extra.kernels.matmul import reorder
-from tinyvllm_extra.models.experts import Experts, choose_experts
+from tinyvllm_extra.models.experts import choose_experts
 from tinyvllm_extra.formats.quantization import E2M1, Quantized, dequantize, quantize
 
 SLOW = Device.DEFAULT == "PYTHON"
@@ -95,11 +95,9 @@ def test_an_expert_out_of_range_reads_no_other_memory():
   check(*make_experts(8, 64, 32, "float32"), ids, chosen=ids % 8)
 
 
-def test_plain_experts_equal_numpy():
-  experts, weight = make_experts(4, 64, 48, "float32")
-  plain = Experts(4, 64, {f"{i}": 48 for i in range(4)}, True, dtypes.float32)
-  plain.weight, plain.bias = on_device(weight.reshape(-1, 64)), experts.bias
-  check(plain, weight, choose(7, 2, 4, "all"))
+def test_backend_without_experts_is_refused(tmp_path):
+  with pytest.raises(InputError, match="backend: Backend has no experts"):
+    LLM(write_model(tmp_path, "gpt_oss"), **OPTIONS, backend=Backend())
 
 
 @pytest.mark.parametrize("is_normalized", [True, False])

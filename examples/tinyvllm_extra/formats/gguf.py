@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tinyvllm.config import InputError, JsonObject, check
+from tinyvllm.config import InputError, JsonObject, check, read_json
 from tinyvllm_extra.kernels.quantized import Matrix, Quantized, narrow
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 
@@ -16,40 +16,17 @@ from .quantization import dequantize, to_float32
 from .tensor_files import StoredTensor
 from .weights import FastCheckpoint
 
-# Metadata key without the architecture's prefix -> field of config.json. The first five are required
-KEYS = {"embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
-        "block_count": "num_hidden_layers", "attention.head_count": "num_attention_heads",
-        "attention.layer_norm_rms_epsilon": "rms_norm_eps", "attention.head_count_kv": "num_key_value_heads",
-        "attention.key_length": "head_dim", "context_length": "max_position_embeddings", "rope.freq_base": "rope_theta",
-        "rope.scaling.original_context_length": "original_max_position_embeddings",
-        "attention.sliding_window": "sliding_window", "rope.freq_base_swa": "rope_local_base_freq",
-        "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
-        "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
-        "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+# Names in GGUF files and in Hugging Face's. keys: a metadata key without the architecture's prefix -> a field of
+# config.json. names: a component of a tensor's name -> Hugging Face's; own_names: of an architecture. windowed: of
+# files with a sliding window. missing: layer_tensors that an architecture lacks. end_tokens: they end a turn in files
+# without tokenizer.ggml.eot_token_id, as in llama.cpp (src/llama-vocab.cpp)
+TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
+KEYS = TABLES["keys"]
+ARCHITECTURES = TABLES["architectures"]
 INTEGERS = {x for x in KEYS.values() if x.startswith(("hidden", "inter", "num", "head", "max", "orig", "sliding"))}
-REQUIRED = [*KEYS][:5]
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-                 "smollm3": "SmolLM3ForCausalLM", "granite": "GraniteForCausalLM", "phi3": "Phi3ForCausalLM",
-                 "olmo2": "Olmo2ForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM",
-                 "mistral3": "Ministral3ForCausalLM"}
-WINDOWED = {"llama": "MistralForCausalLM", "olmo2": "Olmo3ForCausalLM"}   # if the file has a sliding window
 PERMUTED = ("llama", "smollm3", "granite", "mistral3")   # the two rows that RoPE rotates are adjacent in the file
-# Component of a tensor name -> Hugging Face's name
-NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "blk": "model.layers",
-         "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_output": "self_attn.o_proj",
-         "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
-         "attn_qkv": "self_attn.qkv_proj",
-         "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-         **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"},
-         **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}}
-OWN_NAMES = {"phi3": {"ffn_up": "mlp.gate_up_proj"},
-             **{x: {"ffn_norm": "pre_feedforward_layernorm"} for x in ("gemma2", "gemma3")}}   # by architecture
-# Tokens that end a turn in files without tokenizer.ggml.eot_token_id, as in llama.cpp (src/llama-vocab.cpp)
-ENDS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>", "<EOT>"}
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")   # in every part of a split model
-LAYER_TENSORS = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
-MISSING = {"phi3": ("attn_q", "attn_k", "attn_v", "ffn_gate"), "olmo2": ("attn_norm", "ffn_norm")}   # by architecture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,14 +146,14 @@ def read_config(path: pathlib.Path, metadata: JsonObject, tensors: dict[str, GGU
   arch = str(metadata.get("general.architecture"))
   check(arch in ARCHITECTURES, f"model: {path} has architecture {arch}; supported: {', '.join(ARCHITECTURES)}")
   config = {name: metadata[f"{arch}.{key}"] for key, name in KEYS.items() if metadata.get(f"{arch}.{key}")}
-  for key in REQUIRED: check(KEYS[key] in config, f"model: {path} lacks {arch}.{key}")
+  for key in TABLES["required"]: check(KEYS[key] in config, f"model: {path} lacks {arch}.{key}")
   for name, value in config.items():
     value_type = int if name in INTEGERS else float
     text = f"model: {path}: {name}={str(value)[:40]}"
     check(type(value) is value_type and value > 0, f"{text} must be of type {value_type.__name__} and above 0")
     if value_type is float: config[name] = float(str(np.float32(value)))   # 1e-5, not its nearest float32
-  layers = (f"blk.{i}.{name}.weight" for i in range(config["num_hidden_layers"]) for name in LAYER_TENSORS
-            if name not in MISSING.get(arch, ()))
+  layers = (f"blk.{i}.{name}.weight" for i in range(config["num_hidden_layers"]) for name in TABLES["layer_tensors"]
+            if name not in TABLES["missing"].get(arch, ()))
   for name in itertools.chain(["token_embd.weight", "output_norm.weight"], layers):
     check(name in tensors, f"model: {path}: tensor {name} is missing")
   head_dim = config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
@@ -188,7 +165,7 @@ def read_config(path: pathlib.Path, metadata: JsonObject, tensors: dict[str, GGU
   if rope := read_scaling(arch, metadata, tensors): config["rope_scaling"] = rope
   end_tokens = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
   tokens = metadata.get("tokenizer.ggml.tokens", ())
-  if end_tokens[1] is None: end_tokens += [i for i, token in enumerate(tokens) if token in ENDS]
+  if end_tokens[1] is None: end_tokens += [i for i, token in enumerate(tokens) if token in TABLES["end_tokens"]]
   return config | {
     "architectures": [ARCHITECTURES[arch]], "model_type": arch, "hidden_act": "silu",
     "dtype": {"F16": "float16", "BF16": "bfloat16"}.get(tensors["token_embd.weight"].tensor_type.name),
@@ -217,7 +194,8 @@ def read_options(arch: str, metadata: JsonObject, config: JsonObject) -> JsonObj
   pattern = metadata.get(f"{arch}.attention.sliding_window_pattern")
   options: JsonObject = {}
   if isinstance(pattern, list): options["layer_types"] = [["full", "sliding"][bool(x)] + "_attention" for x in pattern]
-  if arch in WINDOWED and config.get("sliding_window"): options["architectures"] = [WINDOWED[arch]]
+  windowed = TABLES["windowed"].get(arch)
+  if windowed and config.get("sliding_window"): options["architectures"] = [windowed]
   if not arch.startswith("gemma"): return options
   is_27b = config["num_hidden_layers"] in (46, 62)   # as llama.cpp does, because files lack this scale
   size = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
@@ -228,7 +206,7 @@ def rename(path: pathlib.Path, config: JsonObject, tensors: dict[str, GGUFTensor
   """Return the tensors under Hugging Face's names, with the rows of q and k in its order."""
   heads = config["num_attention_heads"]
   permuted = {"attn_q": heads, "attn_k": config.get("num_key_value_heads", heads)}   # number of heads
-  names = NAMES | OWN_NAMES.get(config["model_type"], {})
+  names = TABLES["names"] | TABLES["own_names"].get(config["model_type"], {})
   renamed = {}
   for name, tensor in tensors.items():
     if name in ROPE_TENSORS: continue

@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any
 
 from tinygrad import Tensor, dtypes
-from tinygrad.dtype import DType
 
-from tinyvllm.backend import Backend, Linear, Module
+from tinyvllm.backend import Backend, Module
+from tinyvllm.config import InputError
 
 from .layers import LlamaVariant, VariantConfig, VariantLayer
 
@@ -26,26 +26,9 @@ class MixtureConfig(VariantConfig):
   swiglu: tuple[float, ...] = ()     # alpha and limit of gpt-oss's activation (arXiv:2508.10925); else silu
 
 
-class Experts(Linear):
-  """Matrices of several experts, stacked in one W. This version multiplies by every expert, and chooses later."""
-  def __init__(self, num_experts: int, in_features: int, sources: dict[str, int], bias: bool, dtype: DType):
-    super().__init__(in_features, sources, bias, dtype)
-    self.num_experts = num_experts
-
-  def group_rows(self, ids: Tensor) -> Tensor:
-    """Return groups of rows with the same expert for `route`. ids: (T, k) int32, experts of each token."""
-    return ids.reshape(-1, 1)
-
-  def route(self, x: Tensor, row_groups: Tensor, count: int) -> Tensor:
-    """Return the products, (count, out), of x with the experts of its groups. x: (R, in), each row for count / R."""
-    products = self(x).reshape(x.shape[0], 1, self.num_experts, -1).expand(-1, count // x.shape[0], -1, -1)
-    is_chosen = row_groups == Tensor.arange(self.num_experts)                 # (count, E)
-    return is_chosen.unsqueeze(2).where(products.flatten(0, 1), 0).sum(1).contiguous()
-
-
 class MixtureBackend(Backend):
-  """A Backend with Experts of its own."""
-  Experts: type[Any]   # has the methods of Experts
+  """A Backend with a module for the matrices of several experts: see kernels/expert_kernels.py."""
+  Experts: type[Any]
 
 
 def choose_experts(logits: Tensor, k: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
@@ -68,17 +51,19 @@ class MixtureLayer(VariantLayer):
   config: MixtureConfig
 
   def make_mlp(self) -> None:
-    config = self.config
+    config, backend = self.config, self.backend
     count, size = config.num_experts, config.moe_intermediate_size
     self.router = None
     if int(self.name.split(".")[-1]) in config.dense_layers: return super().make_mlp()
     self.router = self.linear(self.backend.Linear, config.hidden_size, {config.router: count}, config.expert_bias)
 
+    if not isinstance(backend, MixtureBackend):
+      raise InputError(f"backend: {type(backend).__name__} has no experts: leave it out")
+
     def experts(names: tuple[str, ...], in_features: int, out_features: int) -> Any:
       sources = list(dict.fromkeys(f"{self.name}.{name.format(i)}" for i in range(count) for name in names))
       rows = dict.fromkeys(sources, count * out_features // len(sources))
-      layer_type = self.backend.Experts if isinstance(self.backend, MixtureBackend) else Experts
-      return layer_type(count, in_features, rows, config.expert_bias, self.dtype)
+      return backend.Experts(count, in_features, rows, config.expert_bias, self.dtype)
     self.gate_up = experts(config.gate_up, config.hidden_size, 2 * size)
     self.down = experts(config.down, size, config.hidden_size)
 
