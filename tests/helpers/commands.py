@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ def run_command(*arguments: Any, stdin: str | io.StringIO = "", **env: str) -> s
       except SystemExit as e: code = e.code
   finally:
     logger.removeHandler(handler)
+    for thread in [x for x in threading.enumerate() if x.name == "tinyvllm-capture"]: thread.join()
     logger.setLevel(level)
     signal.signal(signal.SIGINT, interrupt)
   return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())

@@ -41,9 +41,9 @@ def print_stream(outputs: Any, text: str = "", stop: threading.Event | None = No
     for output in outputs:
       times.append(time.monotonic())
       text += output.outputs[0].text
+      logger.setLevel(max(logger.level, logging.WARNING))   # from now on a log line would interrupt the text
       print(text[num_printed:], end="", flush=True)
       num_printed = len(text)
-      logger.setLevel(max(logger.level, logging.WARNING))   # from now on a log line would interrupt the text
       if stop and stop.is_set(): break
   print()
   return text, output, times
