@@ -137,7 +137,8 @@ def test_report_describes_the_machine_and_its_compiler(machine, monkeypatch, tmp
 def test_text_report_equals_recorded_text_within_120_columns(machine, monkeypatch):
   """The table of this machine's facts precedes the recorded text."""
   machine({"CL": "crashed", "CPU": "CPU with a long name"})
-  monkeypatch.setattr(doctor, "compiler", lambda: {"path": "/bin/clang", "version": "clang 1 " + "y" * 200})
+  monkeypatch.setattr("shutil.which", lambda name: "/bin/clang")
+  monkeypatch.setattr("subprocess.getoutput", lambda command: "clang 1 " + "y" * 200)
   run = run_command("doctor")
   facts, _, text = run.stdout.partition("\n\n")
   assert (run.returncode, text) == (0, (DATA / "doctor_report.txt").read_text())
