@@ -1,10 +1,13 @@
 """Documentation: the README is short, links and names of files are valid, and tables are up to date."""
+import hashlib
 import re
 from pathlib import Path
 
 import pytest
 from benchmarks import backends
 from test_size import BENCHMARK_LINES, ROOMS, TEST_LINES
+
+from tinyvllm_extra.serving.chat_page import chat_page
 
 ROOT = Path(__file__).parents[2]
 PAGES = [page for page in sorted(ROOT.rglob("*.md"))
@@ -20,6 +23,13 @@ def test_readme_is_short_and_in_order():
   text = (ROOT / "README.md").read_text()
   assert len(text.splitlines()) <= 130 and len(text.split()) <= 900 and max(map(len, text.splitlines())) <= 100
   assert re.findall(r"^## (.*)$", text, re.M) == SECTIONS
+
+
+def test_picture_shows_the_present_chat_page():
+  """examples/chat_page.py adds the hash of the page to the picture that it takes."""
+  digest = hashlib.sha256(chat_page().body).hexdigest()
+  picture = (ROOT / "examples" / "chat_page.png").read_bytes()
+  assert f"page\0{digest}".encode() in picture, "the page has changed: run examples/chat_page.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
