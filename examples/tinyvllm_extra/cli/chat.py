@@ -20,7 +20,8 @@ Output = RequestOutput | SimpleNamespace   # of an LLM or a Remote
 @functools.cache
 def capture_steps(llm: "tinyvllm.LLM") -> threading.Event:
   """Start to capture steps. Return the event after which requests run without captures."""
-  from tinyvllm_extra.kernels.graphs import CaptureThread   # imports tinygrad, which Remote does not need
+  from tinyvllm_extra.kernels.graphs import CAPTURING, CaptureThread   # import tinygrad, which Remote does not need
+  logger.info(CAPTURING)
   return CaptureThread(llm.capture(llm.config.cudagraph_capture_sizes)).ready
 
 
@@ -89,10 +90,8 @@ class Chat:
     """Answer the input. Return the exit code: 1 if the last message or a command after it failed, else 0."""
     if sys.stdin.isatty():
       use_history("read")
+      if not isinstance(self.llm, Remote): capture_steps(self.llm)
       logger.setLevel(max(logger.level, logging.WARNING))   # a line would land next to the prompt
-      if not isinstance(self.llm, Remote):
-        print("(preparing while you type: below 1 s, or about 10 s if kernels compile)", file=sys.stderr)
-        capture_steps(self.llm)
     with contextlib.suppress(EOFError):   # of /bye
       for text in self.inputs():
         try: self.handle(text)

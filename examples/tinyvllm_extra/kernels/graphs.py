@@ -19,6 +19,7 @@ from .tinygrad_patches import num_compiled
 
 CAPTURE_THRESHOLD = 16   # requests for a graph shape before it gets its own capture
 FIRST_SIZE = 32   # minimum tokens of the step that is captured first, which runs short prompts and decodes
+CAPTURING = "capturing a step: below 1 s, or about 10 s if kernels compile"   # before the first capture
 Variant = tuple[SamplerMode, object]   # a graph's sampler, and its LogitsPlan or None
 
 

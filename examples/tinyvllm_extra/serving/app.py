@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinyvllm import __version__
 from tinyvllm.config import InputError, JsonObject, check, has_type, logger
 from tinyvllm_extra.formats import hub
+from tinyvllm_extra.kernels.graphs import CAPTURING
 from tinyvllm_extra.pooling.pooling_routes import Pooling
 
 from .agents.routes import Agents
@@ -178,7 +179,7 @@ class Server(uvicorn.Server):
   def prepare(self) -> None:
     """Load the model, wait until requests can run, and log the URLs."""
     self.load()
-    if self.state() and not self.should_exit: logger.info("capturing a step: 1 s, or 10 s if kernels compile")
+    if self.state() and not self.should_exit: logger.info(CAPTURING)
     while self.state() and not self.should_exit: time.sleep(0.05)
     if not self.should_exit: logger.info(f"ready: chat page {self.address()}/, API {self.address()}/v1")
 
