@@ -78,7 +78,7 @@ def test_help_all_describes_every_option_and_help_hides_rare_ones(command):
 
 
 def test_every_grouped_flag_is_an_option_and_greedy_is_the_default():
-  names = {name for names in product.GROUPS.values() for name in names.split()}
+  names = {name for names in product.FLAGS["groups"].values() for name in names}
   kinds = (LLMConfig, SamplingParams, ServerConfig, BenchConfig)
   assert names <= {field.name for kind in kinds for field in dataclasses.fields(kind)}
   assert "(default: 0.0)" in help_entries(help_text("generate"))["--temperature FLOAT"]

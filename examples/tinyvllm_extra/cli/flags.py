@@ -1,14 +1,18 @@
 """Flags of the command line: one for each field of the option classes, in groups; vLLM's flags; environment variables.
 Imports neither tinygrad nor numpy, so that --help is fast."""
-import argparse, dataclasses, difflib, functools, json, math, os, re
+import argparse, dataclasses, difflib, functools, json, math, os, pathlib, re
 from types import UnionType
 from typing import Any, NoReturn, get_args, get_origin
 
-from tinyvllm.config import JsonObject, Options, logger, option
+from tinyvllm.config import JsonObject, Options, logger, option, read_json
 from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.vllm_options import NO_EFFECT, TABLE
 
 from .vllm_flags import expand, parse_value, read_config, to_words
+
+# Groups of --help (only --help-all shows other flags), llama.cpp's letters, units of integers, and values of a bool's
+# environment variable
+FLAGS = read_json(pathlib.Path(__file__).with_suffix(".json"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,23 +30,10 @@ class BenchConfig(Options):
   request_rate: float = option(math.inf, "serve: mean requests/s", min=1e-6, max=math.inf)
 
 
-# Flags of --help by group; only --help-all shows the others
-GROUPS = {"Model": "dtype quantization tensor_parallel_size",
-          "Memory": "max_model_len gpu_memory_utilization kv_cache_dtype enable_prefix_caching",
-          "Scheduling": "max_num_seqs max_num_batched_tokens",
-          "Decoding": "max_tokens temperature top_k top_p seed stop speculative_config",
-          "Server": "host port api_key served_model_name",
-          "Benchmark": " ".join(field.name for field in dataclasses.fields(BenchConfig))}
-SHORT = {"model": ["-m"], "max_model_len": ["-c"], "max_tokens": ["-n"], "prompt": ["-p"], "n_prompt": ["-p"],
-         "n_gen": ["-n"], "repetitions": ["-r"]}   # llama.cpp's letters
-SWITCH = {"1": True, "true": True, "0": False, "false": False}   # values of a bool's environment variable
-UNITS = {unit: base**i for base, units in ((1000, "kmgt"), (1024, "KMGT")) for i, unit in enumerate(units, 1)}
-
-
 def integer(text: str) -> int | None:
   """Parse an int. As in vLLM, 1k is 1000, 1K is 1024, 25.6k is 25600, and auto is None."""
   if text == "auto": return None
-  return int(float(text[:-1]) * UNITS[text[-1]]) if text[-1:] in UNITS else int(text)
+  return int(float(text[:-1]) * FLAGS["units"][text[-1]]) if text[-1:] in FLAGS["units"] else int(text)
 
 
 def parsing_of(field: dataclasses.Field) -> JsonObject:
@@ -89,7 +80,8 @@ class CommandParser(argparse.ArgumentParser):
 
   def add_variable(self, name: str, text: str, group: argparse._ActionsContainer | None = None, **form: Any) -> None:
     """Add a flag that the environment variable TINYVLLM_<NAME> may set, too."""
-    self.variables[name] = (group or self).add_argument(*SHORT.get(name, ()), flag_of(name), help=text, **form)
+    letters = FLAGS["letters"].get(name, ())
+    self.variables[name] = (group or self).add_argument(*letters, flag_of(name), help=text, **form)
 
   def parse_options(self, source: str, words: list[str]) -> JsonObject:
     """Parse options of a variable or a file. source: start of error messages."""
@@ -113,11 +105,11 @@ def add_flags(command: CommandParser, words: str, argv: list[str], *option_class
   command.add_argument("--help-all", action="help", help="Show rare flags, too, and exit")
   command.add_variable("config", "YAML file with options (default: none)", metavar="FILE")
   fields = {field.name: field for x in reversed(option_classes) for field in dataclasses.fields(x)}
-  for title, names in GROUPS.items():
+  for title, names in FLAGS["groups"].items():
     group = command.add_argument_group(title)
     if title == "Model":
       command.add_variable("model", "Path or ORG/NAME[:TYPE] (default: bundled)", group, metavar="STR")
-    for name in [name for name in names.split() if name in fields]:
+    for name in [name for name in names if name in fields]:
       command.add_variable(name, help_of(fields[name], words), group, **parsing_of(fields[name]))
   for option_class in option_classes:
     group = command.add_argument_group(f"Rare flags of {option_class.__name__}")
@@ -148,7 +140,7 @@ def parse_flags(parser: CommandParser, argv: list[str]) -> JsonObject:
     variable = f"TINYVLLM_{name.upper()}"
     text = os.environ.get(variable)
     if not text or name in args: continue
-    value = SWITCH.get(text, text) if isinstance(action, argparse.BooleanOptionalAction) else text
+    value = FLAGS["switch"].get(text, text) if isinstance(action, argparse.BooleanOptionalAction) else text
     args |= command.parse_options(f"{variable}={text!r}", to_words({name: value}))
     args["variables"][name] = variable
   if "config" in args: args = {**command.parse_options("--config", read_config(args["config"])), **args}
