@@ -5,7 +5,7 @@ from typing import Any
 from tinygrad import Device, Tensor, dtypes
 
 from tinyvllm.backend import renderer
-from tinyvllm.config import ModelConfig, check
+from tinyvllm.config import ModelConfig
 from tinyvllm_extra.models.experts import MixtureBackend
 from tinyvllm_extra.models.layers import VariantConfig
 
@@ -34,8 +34,6 @@ class FastBackend(MixtureBackend):
   def pick_dtype(self, name: str, model: ModelConfig | None = None) -> str:
     """Like the core's. A model that overflows float16 gets bfloat16 or, if the device lacks it, float32."""
     if isinstance(model, VariantConfig) and model.overflows_float16:
-      is_wide = name not in ("float16", "half")
-      check(is_wide, f"dtype={name!r} overflows in this model: use 'auto', 'bfloat16' or 'float32'", name)
       has_bfloat16 = dtypes.bfloat16 in renderer().supported_dtypes()
       if name == "auto" and Device.DEFAULT != "CPU": name = "bfloat16"
       if name == "bfloat16" and not has_bfloat16: name = "float32"
