@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from helpers.commands import parse_command
+from helpers.data import read_data
 from helpers.engines import ENGINE
 from helpers.models import tiny_config, tiny_model
 from helpers.requests import greedy, prompt, tokens
@@ -63,11 +64,7 @@ def test_request_abandoned_during_a_step_does_not_count_as_finished(words_folder
   assert llm.get_metrics()["requests_finished"] == 1
 
 
-@pytest.mark.parametrize("architecture,limit,scaling,length", [
-  ("Qwen3ForCausalLM", 40960, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
-  ("Qwen2ForCausalLM", 32768, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
-  ("Qwen3ForCausalLM", 163840, {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}, 163840),
-  ("Qwen3ForCausalLM", 40960, {"rope_type": "linear", "factor": 4.0}, 40960)])
+@pytest.mark.parametrize("architecture,limit,scaling,length", read_data("model_configs.json")["context lengths"])
 def test_yarn_extends_the_context_as_its_model_card_says(tmp_path, architecture, limit, scaling, length):
   config = {**tiny_config(), "architectures": [architecture], "max_position_embeddings": limit, "rope_scaling": scaling}
   assert find_model(json.loads(json.dumps(config)), tmp_path)[0].max_position_embeddings == length

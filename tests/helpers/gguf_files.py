@@ -12,17 +12,12 @@ import numpy as np
 from tinyvllm_extra.formats.checkpoints import open_checkpoint
 from tinyvllm_extra.formats.quantization import dequantize
 
+from .data import read_data
 from .models import load
 from .reference import rope_frequencies
 
 # Fields of config.json, and the names of GGUFWriter's methods that add them
-FIELDS = {"num_hidden_layers": "block_count", "max_position_embeddings": "context_length",
-          "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
-          "num_attention_heads": "head_count", "num_key_value_heads": "head_count_kv", "head_dim": "key_length",
-          "rms_norm_eps": "layer_norm_rms_eps", "sliding_window": "sliding_window",
-          "attention_multiplier": "attention_scale", "embedding_multiplier": "embedding_scale",
-          "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
-          "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+FIELDS = read_data("gguf_fields.json")
 PERMUTED = ("llama", "granite", "mistral3", "smollm3")   # the rows of q and k that RoPE rotates are neighbors
 SCALES = {"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0],
           "IQ4_XS": [0], "IQ3_S": [0], "TQ1_0": [52]}   # byte offsets of d and dmin in a block

@@ -2,6 +2,7 @@
 interpreter (DEV=PYTHON) the shapes are smaller."""
 import numpy as np
 import pytest
+from helpers.data import read_data
 from helpers.kernels import check_attention, check_rope, close, on_device, spread, store_quantized
 from helpers.parameters import mark_slow_except, slow
 from helpers.reference import random_numbers
@@ -195,11 +196,8 @@ def test_norm_add_returns_sum_of_stacked_parts_and_its_norm(rows, size, parts, k
   close(normed, rms_norm(total, weight), KINDS[kind][1])
 
 
-CASES = {   # tokens, K/V heads, query heads per K/V head, head_dim, longest context, sequences
-  "decode": (8, 2, 4, 64, 100, 8), "one token": (1, 2, 4, 64, 70, 1), "one query head": (16, 4, 1, 128, 60, 16),
-  "few tokens, one query head": (4, 2, 1, 64, 150, 4),
-  "three query heads": (4, 3, 3, 64, 40, 4), "many query heads": (2, 1, 12, 32, 40, 2), "narrow": (4, 2, 2, 24, 40, 4),
-  "one chunk": (64, 2, 2, 64, 64, 1), "long chunk": (128, 1, 4, 32, 130, 1), "chunks": (128, 2, 1, 64, 90, 3)}
+# Tokens, K/V heads, query heads per K/V head, head_dim, longest context, sequences
+CASES = read_data("kernel_cases.json")["attention"]
 QUICK = "decode", "one query head", "many query heads", "narrow", "chunks"
 if SLOW: CASES = {name: (min(T, 4), min(KV, 2), min(G, 3), D // 4, min(longest, 20), min(R, 2))
                   for name, (T, KV, G, D, longest, R) in CASES.items()}

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers.commands import error_line, process
+from helpers.data import read_data
 from helpers.engines import check_invariants
 from helpers.faults import finish_broken
 from helpers.models import random_weights, tiny_config, tiny_model, write_safetensors
@@ -52,17 +53,7 @@ def check(model, count, reference=None, prompts=PROMPTS, **options):
 
 BIASES = {"attention_bias": True, "mlp_bias": True}
 WIDE = {"hidden_size": 48, "head_dim": 8, "num_attention_heads": 12, "intermediate_size": 96, "vocab_size": 324}
-MODELS = {
-  "one KV head per device": ({}, 2),
-  "three devices": ({**WIDE, "num_key_value_heads": 6}, 3), "KV heads equal heads": ({"num_key_value_heads": 4}, 4),
-  "all biases, four devices": ({**BIASES, "num_key_value_heads": 4}, 4),
-  "QKV biases": ({"architectures": ["Qwen2ForCausalLM"]}, 2),
-  "QK norms": ({"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "num_key_value_heads": None}, 2),
-  "odd vocabulary shard": ({"tie_word_embeddings": True, "vocab_size": 330}, 2),
-  "odd vocabulary shard, untied": ({**WIDE, "num_key_value_heads": 3, "vocab_size": 333}, 3),
-  "odd MLP shard": ({"intermediate_size": 54, "mlp_bias": True}, 2),
-  "float16 files": ({"dtype": "float16", "shards": 3, "attention_bias": True}, 2),
-  "bfloat16 file": ({"dtype": "bfloat16", "attention_bias": True}, 2)}
+MODELS = read_data("kernel_cases.json")["split models"]   # config, number of devices
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from helpers.data import read_data
 from helpers.engines import token_rows
 from helpers.kernels import as_stored, check_attention, check_rope, spread
 from helpers.tensor_cores import SLOW, TOLERANCE, each_kind, on_tensor_cores, replace_cuda_statements
@@ -23,18 +24,8 @@ def parts(kv_heads: int, groups: int, head_dim: int, kind: str = "auto", block_s
   return tensor_cores.kv_layout(model, SimpleNamespace(kv_cache_dtype=kind, block_size=block_size), dtype)
 
 
-CASES = {  # tokens, K/V heads, query heads per K/V head, head_dim, longest context, sequences, minimum blocks per table
-  "decode": (8, 2, 4, 64, 700, 8, 0), "one token": (1, 8, 4, 128, 1000, 1, 0),
-  "one query head": (16, 32, 1, 128, 60, 16, 0), "many query heads": (2, 1, 12, 96, 300, 2, 0),
-  "draft tokens": (10, 2, 2, 32, 90, 2, 0), "one chunk": (64, 2, 2, 64, 70, 1, 0),
-  "split-KV": (2, 4, 4, 128, 900, 2, 65),
-  "tiles": (128, 2, 2, 64, 300, 1, 0), "tiles of few tokens": (128, 2, 1, 128, 90, 9, 0),
-  "mixed step": (256, 2, 4, 64, 200, 7, 0), "tiles of 16 tokens": (128, 1, 2, 32, 70, 8, 0)}
-if SLOW:
-  CASES = {"decode": (2, 1, 4, 32, 40, 2, 0), "many query heads": (1, 1, 12, 32, 20, 1, 0),
-           "split-KV": (1, 1, 1, 32, 40, 1, 65), "draft tokens": (4, 1, 2, 64, 20, 2, 0),
-           "tiles of few tokens": (80, 1, 1, 32, 20, 8, 0), "tiles": (72, 1, 1, 32, 80, 1, 0),
-           "tile ends within a warp": (84, 1, 1, 32, 88, 1, 0)}
+# Tokens, K/V heads, query heads per K/V head, head_dim, longest context, sequences, minimum blocks per table
+CASES = read_data("kernel_cases.json")["tensor cores, interpreted" if SLOW else "tensor cores"]
 
 
 @on_tensor_cores

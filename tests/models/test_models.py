@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.data import read_data
 from helpers.engines import LogitsRecorder, check_logits
 from helpers.models import VARIANTS, tiny_model
 from helpers.parameters import mark_slow_except, slow
@@ -102,13 +103,7 @@ def config_of(name, remove=(), **fields):
   return options, np.stack([scaled_rope_table(config, rope, 64).numpy() for rope in config.ropes])
 
 
-@pytest.mark.parametrize("name,fields", [
-  ("gemma3", {"rope_theta": 100000.0, "rope_local_base_freq": 1000.0, "sliding_window_pattern": 3,
-              "rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
-  ("olmo3", {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
-                                                     "original_max_position_embeddings": 32}}),
-  ("phi3_long", {"rope_theta": 10000.0, "rope_scaling": {
-    "type": "su", "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": [2.0, 2.7, 3.4, 4.1, 4.8, 5.5]}})])
+@pytest.mark.parametrize("name,fields", read_data("model_configs.json")["older"])
 def test_older_config_equals_newer(name, fields):
   """Before transformers 5, RoPE of windows had a field of its own or none, and layer_types was missing."""
   older, older_tables = config_of(name, ("rope_parameters", "layer_types"), **fields)
