@@ -163,8 +163,8 @@ def test_imported_modules_are_from_the_installed_wheel(installed, tmp_path):
   run = installed.run(tmp_path, "python", "-c", """
 import sys, tinyvllm
 from tinyvllm_extra import cli
-from tinyvllm_extra.cli import client
-print(tinyvllm.__file__, cli.__file__, client.__file__, *sys.path[1:], sep="\\n")""")
+from tinyvllm_extra.cli import doctor
+print(tinyvllm.__file__, cli.__file__, doctor.__file__, *sys.path[1:], sep="\\n")""")
   assert run.returncode == 0, run.stderr
   lines = run.stdout.splitlines()
   assert all(Path(line).is_relative_to(installed.folder) for line in lines[:3])
