@@ -5,22 +5,13 @@ from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 
-from tinyvllm.config import InputError, JsonObject, check
+from tinyvllm.config import InputError, JsonObject, check, read_json
 from tinyvllm_extra.packages import optional
 from tinyvllm_extra.text.huggingface import ChatTokenizer, wrap, wrap_sentencepiece
 
 # Regular expressions that split text before BPE merges, by tokenizer.ggml.pre; "": GPT-2's
-LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-WORDS = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
-         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*")
-REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-TEKKEN = "|".join(WORDS) + r"|\p{N}" + REST
-GPT4O = "|".join(word + r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?" for word in WORDS) + r"|\p{N}{1,3}" + REST
-SPLITS = {**dict.fromkeys(["llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3"], LLAMA3),
-          "tekken": TEKKEN, "gpt-4o": GPT4O,
-          **dict.fromkeys(["qwen2", "deepseek-r1-qwen"], LLAMA3.replace("{1,3}", "")),
-          **dict.fromkeys(["smollm", "starcoder", "refact"], r"\p{N}"), "gpt-2": "", "default": ""}
+SPLITS = {name: split["pattern"] for split in read_json(pathlib.Path(__file__).with_suffix(".json"))["splits"]
+          for name in split["names"]}
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")   # words may be single tokens; prompts start with BOS
 TEMPLATE = "tokenizer.chat_template."   # start of the keys of named templates
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)   # sentencepiece's token types

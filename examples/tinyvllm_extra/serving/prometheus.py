@@ -1,40 +1,30 @@
 """Server metrics under vLLM's names: a Prometheus registry and a periodic log line. Engine totals are read at each
 scrape; request times are observed as tokens arrive."""
-import asyncio, itertools, math, time
+import asyncio, itertools, math, pathlib, time
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, core
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from tinyvllm.config import JsonObject, logger
+from tinyvllm.config import JsonObject, logger, read_json
 from tinyvllm.engine import Request
 
 LOG_INTERVAL = 10   # seconds between log lines
-COUNTERS = {"prefix_cache_queries": "Prompt tokens looked up in the prefix cache",
-            "prefix_cache_hits": "Prompt tokens read from the prefix cache",
-            "num_preemptions": "Preemptions of running sequences",
-            "prompt_tokens": "Prompt tokens", "generation_tokens": "Generated tokens",
-            "spec_decode_num_drafts": "Drafts verified, one per sequence and step",
-            "spec_decode_num_draft_tokens": "Draft tokens verified",
-            "spec_decode_num_accepted_tokens": "Draft tokens accepted"}
-GAUGES = {"num_requests_running": "Running sequences", "num_requests_waiting": "Waiting sequences",
-          "kv_cache_usage_perc": "Fraction of KV cache blocks in use, from 0 to 1"}
-# Request histograms: help text, and a function that returns a finished request's value
-HISTOGRAMS: dict[str, tuple[str, Callable[[Request], float]]] = {
-  "time_to_first_token_seconds": ("Seconds from arrival to the first token", lambda x: x.metrics.ttft),
-  "e2e_request_latency_seconds": ("Seconds from arrival to the end of the request", lambda x: x.metrics.latency),
-  "request_queue_time_seconds": ("Seconds from arrival to the first step", lambda x: x.metrics.queue_time),
-  "request_inference_time_seconds": ("Seconds from the first step to the end of the request",
-                                     lambda x: x.metrics.finished_time - x.metrics.first_scheduled_time),
-  "request_prefill_time_seconds": ("Seconds from the first step to the first token",
-                                   lambda x: x.metrics.first_token_time - x.metrics.first_scheduled_time),
-  "request_decode_time_seconds": ("Seconds from the first token to the end of the request",
-                                  lambda x: x.metrics.finished_time - x.metrics.first_token_time),
-  "request_prompt_tokens": ("Prompt tokens per request", lambda x: x.sequences[0].num_prompt),
-  "request_generation_tokens": ("Generated tokens per request, all samples", lambda x: x.metrics.num_generated),
-  "request_params_n": ("Samples per request", lambda x: len(x.sequences)),
-  "request_params_max_tokens": ("max_tokens per request", lambda x: x.sequences[0].params.max_tokens)}
+# Help texts of metrics by kind: "counters", "gauges", "histograms"
+TEXTS = read_json(pathlib.Path(__file__).with_suffix(".json"))
+# A finished request's values for histograms
+VALUES: dict[str, Callable[[Request], float]] = {
+  "time_to_first_token_seconds": lambda x: x.metrics.ttft,
+  "e2e_request_latency_seconds": lambda x: x.metrics.latency,
+  "request_queue_time_seconds": lambda x: x.metrics.queue_time,
+  "request_inference_time_seconds": lambda x: x.metrics.finished_time - x.metrics.first_scheduled_time,
+  "request_prefill_time_seconds": lambda x: x.metrics.first_token_time - x.metrics.first_scheduled_time,
+  "request_decode_time_seconds": lambda x: x.metrics.finished_time - x.metrics.first_token_time,
+  "request_prompt_tokens": lambda x: x.sequences[0].num_prompt,
+  "request_generation_tokens": lambda x: x.metrics.num_generated,
+  "request_params_n": lambda x: len(x.sequences),
+  "request_params_max_tokens": lambda x: x.sequences[0].params.max_tokens}
 ACCEPTED = "spec_decode_num_accepted_tokens_per_pos"
 TOKEN_INTERVAL = "inter_token_latency_seconds"
 SECONDS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2.5, 5)]   # buckets
@@ -49,10 +39,9 @@ class Metrics(Collector):
     self.engine_metrics = engine_metrics
     self.last_tokens: dict[Request, tuple[float, int]] = {}   # time of the last token, number of tokens
     self.registry = CollectorRegistry()
-    texts = {**{name: text for name, (text, _) in HISTOGRAMS.items()}, TOKEN_INTERVAL: "Seconds between output tokens"}
     self.histograms = {name: Histogram(f"tinyvllm:{name}", text, ["model_name"], registry=self.registry,
                                        buckets=SECONDS if name.endswith("seconds") else TOKENS).labels(model_name)
-                       for name, text in texts.items()}
+                       for name, text in TEXTS["histograms"].items()}
     self.finished = Counter("tinyvllm:request_success", "Finished sequences, by finish reason",
                             ["model_name", "finished_reason"], registry=self.registry)
     self.registry.register(self)
@@ -66,8 +55,8 @@ class Metrics(Collector):
       for suffix, labels, value in samples:
         metric.add_sample(f"{metric.name}{suffix}", {"model_name": self.model_name, **labels}, value)
       return metric
-    for name, text in COUNTERS.items(): yield family(name, "counter", text, [("_total", {}, metrics.get(name, 0))])
-    for name, text in GAUGES.items(): yield family(name, "gauge", text, [("", {}, metrics.get(name, 0))])
+    for kind, suffix in (("counter", "_total"), ("gauge", "")):
+      for name, text in TEXTS[f"{kind}s"].items(): yield family(name, kind, text, [(suffix, {}, metrics.get(name, 0))])
     accepted = enumerate(metrics.get(ACCEPTED, []))
     yield family(ACCEPTED, "counter", "Draft tokens accepted, by position in the draft",
                  [("_total", {"position": str(position)}, count) for position, count in accepted])
@@ -93,7 +82,7 @@ class Metrics(Collector):
     self.observe_tokens(request)   # tokens that were not delivered
     del self.last_tokens[request]
     for seq in request.sequences: self.finished.labels(self.model_name, seq.finish_reason).inc()
-    for name, (_, value_of) in HISTOGRAMS.items():
+    for name, value_of in VALUES.items():
       value = value_of(request)
       if not math.isnan(value): self.histograms[name].observe(value)   # NaN: the event never happened
 
