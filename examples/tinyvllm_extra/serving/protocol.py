@@ -46,27 +46,23 @@ class StreamOptions(Body): ...
 class FunctionDefinition(Body): ...
 
 
-class Tool(Body):
-  type: Literal["function"] = "function"
-  function: FunctionDefinition
+@with_fields(function=(FunctionDefinition, ...))
+class Tool(Body): type: Literal["function"] = "function"
 
 
 class FunctionName(Body): name: str
 
 
-class NamedToolChoice(Body):
-  type: Literal["function"]
-  function: FunctionName
+@with_fields(function=(FunctionName, ...))
+class NamedToolChoice(Body): type: Literal["function"]
 
 
-class AllowedTools(Body):
-  mode: Literal["auto", "required"]
-  tools: list[Tool]
+@with_fields(mode=(Literal["auto", "required"], ...))
+class AllowedTools(Body): tools: list[Tool]
 
 
-class AllowedToolsChoice(Body):
-  type: Literal["allowed_tools"]
-  allowed_tools: AllowedTools
+@with_fields(allowed_tools=(AllowedTools, ...))
+class AllowedToolsChoice(Body): type: Literal["allowed_tools"]
 
 
 # vLLM's former names of structured_outputs
@@ -107,9 +103,8 @@ class DetokenizeRequest(Body): tokens: list[int]
 class ErrorResponse(Body): error: JsonObject
 
 
-class AnthropicErrorResponse(Body):
-  type: Literal["error"]
-  error: JsonObject
+@with_fields(error=(JsonObject, ...))
+class AnthropicErrorResponse(Body): type: Literal["error"]
 
 
 GenerationRequest = CompletionRequest | ChatCompletionRequest

@@ -23,9 +23,8 @@ class ContentBlock(Part):
   """A block of text, thinking, a tool's call or its result."""
 
 
-class Message(Tolerant):
-  role: Literal["user", "assistant", "system"]
-  content: str | list[ContentBlock]
+@with_fields(content=(str | list[ContentBlock], ...))
+class Message(Tolerant): role: Literal["user", "assistant", "system"]
 
 
 @with_fields(name=(str, ...), description=str, input_schema=JsonObject)   # no schema: runs on Anthropic's servers
