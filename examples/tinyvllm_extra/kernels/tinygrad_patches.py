@@ -1,5 +1,5 @@
 """All patches of tinygrad itself. `apply` installs them when a device is opened; an import changes nothing. Each patch
-is a function whose docstring states the reason and when to remove it."""
+states its reason and when to remove it."""
 import functools, importlib.metadata, os, pathlib, shutil, tempfile, threading
 from collections.abc import Callable
 
@@ -24,8 +24,12 @@ def apply(compiler: str) -> None:
   """Apply the default device's patches. A repeated call changes nothing. compiler: the C compiler of a CPU."""
   check_version()
   if cpu_cores():
-    run_graphs_on_all_cores()
-    allocate_huge_pages()
+    # Run captured steps with CPUGraph. tinygrad needs 50 us per kernel, and does not run its threads in parallel.
+    # Checked with 0.14.0. Remove when tinygrad runs a CPU's graph on several threads
+    Device.default.graph = Device.default.graph or CPUGraph
+    # Allocate CPU buffers in huge pages. tinygrad uses pages of 4 KiB, which halves the memory bandwidth. Checked with
+    # 0.14.0. Remove when CPUAllocator requests huge pages
+    replace(CPUAllocator, "_alloc", allocate)
     compute_exp2_without_branches()
     use_widest_vectors()
   if Device.DEFAULT == "CUDA":
@@ -46,18 +50,6 @@ def replace(owner: type, name: str, function: Callable) -> None:
 def check_version() -> None:
   version = importlib.metadata.version("tinygrad")
   if version != VERSION: logger.warning(f"tinygrad {version} is installed; tinyvllm needs tinygrad=={VERSION}")
-
-
-def run_graphs_on_all_cores() -> None:
-  """Run captured steps with CPUGraph. tinygrad needs 50 us per kernel, and does not run its threads in parallel.
-  Checked with 0.14.0. Remove when tinygrad runs a CPU's graph on several threads."""
-  Device.default.graph = Device.default.graph or CPUGraph
-
-
-def allocate_huge_pages() -> None:
-  """Allocate CPU buffers in huge pages. tinygrad uses pages of 4 KiB, which halves the memory bandwidth.
-  Checked with 0.14.0. Remove when CPUAllocator requests huge pages."""
-  replace(CPUAllocator, "_alloc", allocate)
 
 
 @functools.cache
