@@ -1,6 +1,6 @@
 """Embeddings and relevance scores. An embedding is a request for one token that returns the hidden state it would be
 sampled from; a score is a request for the log probabilities of the answers "yes" and "no"."""
-import dataclasses, math
+import dataclasses, math, pathlib
 from collections.abc import Generator
 from typing import Any, NamedTuple
 
@@ -16,19 +16,7 @@ from tinyvllm_extra.text.huggingface import ChatTokenizer
 
 # The prompt of Qwen3-Reranker, from its model card
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-SCORE_PROMPT = """<|im_start|>system
-Judge whether the Document meets the requirements based on the Query and the Instruct provided. \
-Note that the answer can only be "yes" or "no".<|im_end|>
-<|im_start|>user
-<Instruct>: {instruction}
-<Query>: {query}
-<Document>: {document}<|im_end|>
-<|im_start|>assistant
-<think>
-
-</think>
-
-"""
+SCORE_PROMPT = pathlib.Path(__file__).with_name("score_prompt.txt").read_text()
 ANSWERS = ("yes", "no")
 # Why a model refuses a request, by whether it computes embeddings
 MISMATCH = ("runner: this model generates text: for embeddings load it with runner='pooling' (--runner pooling)",

@@ -1,9 +1,10 @@
 """Reasoning and tool calls in generated text: the markers of each model family, and a parser. Text and reasoning are
 delivered as they arrive, a call when it is complete; text that is no call is content. Invariant: the merged events do
 not depend on how the text is split into deltas."""
-import dataclasses, functools, json, re
+import dataclasses, functools, json, pathlib, re
 from collections.abc import Iterable
 
+from tinyvllm.config import read_json
 from tinyvllm.tokenizer import num_held_back
 
 from .tool_calls import MISTRAL, STARTS, Event, Functions, is_in_string, read_calls
@@ -22,34 +23,21 @@ class Section:
 
 
 OUTSIDE = Section("outside", "")   # the text between sections
-THINK = Section("reasoning", "<think>", ("\n</think>", "</think>"))
-GRANITE_ANSWER = ("Here is my response:", "Here's my response:")
-CHANNEL_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
-HARMONY = (*(Section("channel", opening, CHANNEL_ENDS) for opening in ("<|channel|>", "<|start|>")),
-           Section("channel", "to=", CHANNEL_ENDS, is_first=True))   # the prompt ends with <|start|>assistant
-TAGGED = (Section("tagged", "<tool_call>", ("</tool_call>",)), Section("xml", "<function=", ("</function>",)))
-BARE_JSON = (*(Section("json", bracket, is_first=True) for bracket in "{["),
-             Section("tagged", "```json", ("```",), is_first=True))   # a habit of small models
-PYTHONIC = (Section("pythonic", "["), Section("pythonic", "<|python_start|>", ("<|python_end|>",)))
-Table = dict[str, tuple[str, tuple[Section, ...]]]   # vLLM's name: (template's regex, sections)
-# By default, the first entry whose regular expression matches in the chat template applies
-REASONING: Table = {
-  "openai_gptoss": (r"<\|channel\|>", HARMONY),
-  "gemma4": (r"<\|channel>", (Section("reasoning", "<|channel>thought\n", ("\n<channel|>", "<channel|>")),)),
-  "granite": ("Here is my response:|<response>", (
-    *(Section("reasoning", f"{here} my thought process:", GRANITE_ANSWER) for here in ("Here is", "Here's")),
-    THINK, Section("content", "<response>", ("</response>",)))),
-  "mistral": (r"\[THINK\]", (Section("reasoning", "[THINK]", ("[/THINK]",)),)),
-  **dict.fromkeys(["qwen3", "deepseek_r1"], ("</think>", (THINK,)))}
-TOOLS: Table = {
-  "openai": (r"<\|channel\|>", HARMONY),
-  "gemma4": (r"<\|tool_call>", (Section("gemma", "<|tool_call>call:", ("<tool_call|>",)),)),
-  "granite": (r"<\|tool_call\|>", (Section("json", "<|tool_call|>"), *TAGGED)),
-  **dict.fromkeys(["hermes", "qwen3_xml", "qwen3_coder"], ("<tool_call>", (*TAGGED, *BARE_JSON))),
-  "mistral": (r"\[TOOL_CALLS\]", (Section("mistral", "[TOOL_CALLS]"),)),
-  "pythonic": (r"func_name1\(", PYTHONIC), "llama4_pythonic": (r"func_name1\(", PYTHONIC),
-  "llama3_json": ('"parameters": dictionary', tuple(Section("json", x) for x in ("{", "[", "<|python_tag|>")))}
-DEFAULT_TOOLS = (*TAGGED, *BARE_JSON)
+# groups: of sections. reasoning, tools: by vLLM's name, a regular expression and groups. By default, the first entry
+# whose expression matches in the chat template applies
+TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
+GROUPS = {name: tuple(Section(**{**x, "closings": tuple(x.get("closings", ()))}) for x in sections)
+          for name, sections in TABLES["groups"].items()}
+Table = dict[str, tuple[str, tuple[Section, ...]]]
+
+
+def read_table(kind: str) -> Table:
+  return {name: (row["template"], tuple(section for group in row["groups"] for section in GROUPS[group]))
+          for name, row in TABLES[kind].items()}
+
+
+REASONING, TOOLS = read_table("reasoning"), read_table("tools")
+DEFAULT_TOOLS, BARE_JSON = TOOLS["hermes"][1], GROUPS["bare JSON"]
 QUOTED = {quote: re.compile(rf"{quote}|\\.", re.DOTALL) for quote in "\"'"}
 BRACKETS = {False: re.compile(r'[\[\]{}"]'), True: re.compile(r"""[\[\](){}"']""")}   # True: Python's
 RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
@@ -76,7 +64,7 @@ class OutputFormat:
   def escapes(self, has_tools: bool) -> dict[str, tuple[str, ...]]:
     """Return the openings of reasoning and calls that may precede structured output, with the markers after which it
     begins; (): it does not."""
-    if self.reasoning is HARMONY: return {"<|channel|>": ("<|channel|>final<|message|>",)}
+    if self.reasoning == GROUPS["harmony"]: return {"<|channel|>": ("<|channel|>final<|message|>",)}
     reasoning = {x.opening: x.closings for x in self.reasoning if x.format == "reasoning"}
     tags = [x.opening for x in self.tools if not x.is_first and x.opening != "{"] if has_tools else []
     return {**dict.fromkeys(tags, ()), **reasoning}
@@ -206,7 +194,7 @@ class Parser:
     recipient = RECIPIENT.search(self.head + header)
     function = recipient[1] if recipient and recipient[1] in self.functions else ""
     contents = "harmony" if function else "reasoning" if "analysis" in header else "content"
-    self.open(Section(contents, "", CHANNEL_ENDS, function=function), len(header) + len(marker))
+    self.open(Section(contents, "", GROUPS["harmony"][0].closings, function=function), len(header) + len(marker))
     self.skipped = ""
     return True
 
