@@ -90,10 +90,6 @@ def capture(engine: Engine, sizes: list[int] | None, variants: Sequence[Variant]
   steps. Then another thread may run steps, which have fewer tokens until all sizes are captured."""
   are_powers = all(x > 0 and x.bit_count() == 1 for x in sizes or ())
   check(are_powers, f"cudagraph_capture_sizes={sizes} must be powers of two")
-  return _capture(engine, sizes, variants)
-
-
-def _capture(engine: Engine, sizes: list[int] | None, variants: Sequence[Variant]) -> Iterator[str]:
   started = time.perf_counter()
   num_kernels = num_compiled()
   sizes = [] if engine.config.enforce_eager else sorted(sizes or usual_sizes(engine.runner))
