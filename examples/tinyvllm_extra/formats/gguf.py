@@ -11,7 +11,7 @@ from tinyvllm_extra.kernels.quantized import Matrix, Quantized, narrow
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 
 from .gguf_tokenizer import make_tokenizer
-from .gguf_types import OTHER_TYPES, TYPES, Format, TensorType, common_format, decode
+from .gguf_types import TYPES, Format, TensorType, common_format, decode
 from .quantization import dequantize, to_float32
 from .tensor_files import StoredTensor
 from .weights import FastCheckpoint
@@ -129,7 +129,8 @@ def locate_tensor(path: pathlib.Path, data_start: int, file_size: int, name: str
                   offset: int) -> GGUFTensor:
   supported = ", ".join(x.name for x in TYPES.values())
   prefix = f"model: {path}: tensor {name}"
-  check(type_id in TYPES, f"{prefix} has GGUF type {OTHER_TYPES.get(type_id, type_id)}; supported: {supported}")
+  type_name = TABLES["other_types"].get(str(type_id), type_id)
+  check(type_id in TYPES, f"{prefix} has GGUF type {type_name}; supported: {supported}")
   tensor_type = TYPES[type_id]
   tensor = GGUFTensor(path, np.dtype(tensor_type.fields), shape, data_start + offset, tensor_type)
   min_axes = 2 if tensor_type.quant_format else 1

@@ -57,9 +57,6 @@ TYPES = {   # by GGUF type id. numpy has no bfloat16
   20: TensorType("IQ4_NL", 32, [D, Q4], Format(8, 32, False), levels=LEVELS),
   23: TensorType("IQ4_XS", 256, [D, ("scales_high", "u1", 2), ("scales", "u1", 4), ("q", "u1", 128)],
                  Format(8, 32, False), scales=Packing((1, 4), (1, 2), 32), levels=LEVELS)}
-OTHER_TYPES = dict(zip([9, *range(15, 20), 21, 22, *range(24, 30), 34, 35, 39, 40], [
-  "Q8_1", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ3_S", "IQ2_S", "I8", "I16", "I32", "I64", "F64", "IQ1_M",
-  "TQ1_0", "TQ2_0", "MXFP4", "NVFP4"], strict=True))
 
 
 def unpack_planes(data: np.ndarray, width: int, bits: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from tinygrad.uop.ops import AxisType, Ops
 from tinyvllm.backend import cpu_cores, renderer
 
 from .kv_cache import SMALLEST, dimensions_in, pack, unpack
-from .schedule import (DEFAULT_OPTIONS, LOWEST, ScoreOptions, State, axes, axis, divisor, end, field, fold, kernel_of,
+from .schedule import (LOWEST, ScoreOptions, State, axes, axis, divisor, end, field, fold, kernel_of,
                        lane_axis, largest, location, mean, rotate, separate, shared_by, unrolled)
 
 
@@ -147,8 +147,7 @@ class WorkGroup:
     return tensor.base.index(((block * KV + self.h) * math.prod(size) + index).valid(is_visible)).load()
 
 
-def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp,
-                  options: ScoreOptions = DEFAULT_OPTIONS) -> UOp:
+def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp, options: ScoreOptions) -> UOp:
   """Compute causal attention of each token over its own sequence, up to the sequence's length. out: (T, KV, G, D).
   rest: see separate."""
   scales, table, tokens, sinks = separate(rest)

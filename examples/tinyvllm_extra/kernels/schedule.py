@@ -125,9 +125,6 @@ class ScoreOptions:
     return (position - self.window + 1).maximum(0) // block_size % max_blocks if self.window else 0
 
 
-DEFAULT_OPTIONS = ScoreOptions()
-
-
 class Operands(NamedTuple):
   """The operands of a matrix kernel: out = x @ W.T + bias or, with an activation, activation(gate) * up of it."""
   out: UOp                        # (rows, columns)

@@ -19,8 +19,7 @@ from . import generic, kv_cache
 from .generic import sizes
 from .kv_cache import half_bits
 from .matmul import speaks_cuda
-from .schedule import (DEFAULT_OPTIONS, LOWEST, ScoreOptions, State, axes, axis, field, kernel_of, largest, mean,
-                       separate)
+from .schedule import LOWEST, ScoreOptions, State, axes, axis, field, kernel_of, largest, mean, separate
 from .shared_memory import MMA, mma
 
 BS = 16   # positions in a block
@@ -77,7 +76,7 @@ def add_query_tiles(tokens: Tensor, block_tables: Tensor) -> Tensor:
 
 
 def read(q: Tensor, cache: list[Tensor], tokens: Tensor, block_tables: Tensor,
-         options: ScoreOptions = DEFAULT_OPTIONS, sinks: Sequence[Tensor] = ()) -> Tensor:
+         options: ScoreOptions, sinks: Sequence[Tensor]) -> Tensor:
   """Attend to the cache. q: (T, KV, G, D). Return the same shape."""
   T, KV = [int(n) for n in q.shape[:2]]
   # Split-KV: with few tokens and possibly long contexts, several work groups share a token and a K/V head
