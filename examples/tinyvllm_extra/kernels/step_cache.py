@@ -92,7 +92,7 @@ def restore(runner: Runner, graph: object, key: GraphKey) -> StoredStep | None:
   is_single = len(runner.model.devices.names) == 1
   if not (isinstance(graph, _TinyJit) and isinstance(folder, KernelFolder) and is_single and helpers.CACHELEVEL >= 2):
     return None
-  with contextlib.suppress(pickle.PicklingError):
+  with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):   # of objects that cannot be pickled
     stored = StoredStep(folder, runner, runner.graphs[key][0], key)
     graph.captured = stored.load()
     if not graph.captured: return stored
