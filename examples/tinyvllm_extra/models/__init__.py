@@ -12,11 +12,8 @@ from .embedder import Embedder, is_embedder
 from .gpt2 import read_gpt2
 from .table import ROWS, Reader
 
-def read_llama(hf: JsonObject, path: pathlib.Path) -> tuple[ModelConfig, type[Llama]]:
-  return ModelConfig.from_hf(hf, path), Llama
-
-
-MODELS: dict[str, Reader] = {"LlamaForCausalLM": read_llama, "GPT2LMHeadModel": read_gpt2, **ROWS}
+MODELS: dict[str, Reader] = {"LlamaForCausalLM": lambda hf, path: (ModelConfig.from_hf(hf, path), Llama),
+                             "GPT2LMHeadModel": read_gpt2, **ROWS}
 
 
 def find_model(hf_config: JsonObject, path: pathlib.Path, runner: str = "auto") -> tuple[ModelConfig, type[Llama]]:
@@ -25,5 +22,5 @@ def find_model(hf_config: JsonObject, path: pathlib.Path, runner: str = "auto") 
   architecture = (hf_config.get("architectures") or [None])[0]
   check(architecture in (*MODELS, None), f"{path}: architecture {architecture!r} is not supported; supported: "
         f"{', '.join(sorted(MODELS))}")
-  config, model_class = MODELS.get(architecture, read_llama)(hf_config, path)
+  config, model_class = MODELS[architecture or "LlamaForCausalLM"](hf_config, path)
   return config, type("Embedder", (Embedder, model_class), {}) if is_embedder(path, runner) else model_class
