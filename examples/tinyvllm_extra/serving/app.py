@@ -16,7 +16,8 @@ from tinyvllm_extra.formats import hub
 from tinyvllm_extra.kernels.graphs import CAPTURING
 from tinyvllm_extra.pooling.pooling_routes import Pooling
 
-from .agents.routes import Agents
+from .agents.messages import MessagesBuilder, MessagesRequest
+from .agents.responses import ResponsesBuilder, ResponsesRequest
 from .answers import num_tokens
 from .async_engine import AsyncLLM
 from .chat_page import chat_page
@@ -24,7 +25,7 @@ from .errors import EXCEPTION_HANDLERS, ErrorJSON
 from .fields import unknown_fields
 from .generation import EVENT_STREAM, SERVED, Serving
 from .prometheus import log_throughput
-from .protocol import AnthropicErrorResponse, ErrorResponse
+from .protocol import AnthropicErrorResponse, ErrorResponse, encode_prompts
 from .server_config import ServerConfig
 
 QUIET_PATHS = {"/health", "/ping", "/load", "/metrics"}   # their requests are logged at level DEBUG
@@ -148,7 +149,6 @@ class Server(uvicorn.Server):
     app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
     serving = self.serving
     pooling = Pooling(serving)
-    agents = Agents(serving)
     reads: Routes = {"/health": self.health, "/ping": self.health, "/load": serving.load, "/version": self.version,
                      "/v1/models": serving.models, "/v1/models/{name:path}": serving.model}
     posts: Routes = {"/tokenize": serving.tokenize, "/detokenize": serving.detokenize,
@@ -156,7 +156,7 @@ class Server(uvicorn.Server):
     aliases: Routes = {"/rerank": pooling.rerank, "/v2/rerank": pooling.rerank, "/score": pooling.score,
                        "/ping": self.health}   # vLLM's, Cohere's, SageMaker's
     streams: Routes = {"/generate": serving.generate, "/v1/completions": serving.completions,
-                       "/v1/chat/completions": serving.chat, "/v1/responses": agents.responses}
+                       "/v1/chat/completions": serving.chat, "/v1/responses": self.responses}
     anthropic: Responses = dict.fromkeys(["4XX", "5XX"], {"model": AnthropicErrorResponse})
     events: Responses = {200: {"content": {EVENT_STREAM: {}}}}
     for path, route in reads.items(): app.get(path)(route)
@@ -164,8 +164,8 @@ class Server(uvicorn.Server):
     for path, route in posts.items(): app.post(path)(route)
     for path, route in aliases.items(): app.post(path, include_in_schema=False)(route)
     for path, route in streams.items(): app.post(path, responses=events)(route)
-    app.post("/v1/messages", responses=anthropic | events)(agents.messages)
-    app.post("/v1/messages/count_tokens", responses=anthropic)(agents.count_tokens)
+    app.post("/v1/messages", responses=anthropic | events)(self.messages)
+    app.post("/v1/messages/count_tokens", responses=anthropic)(self.count_tokens)
     return app
 
   # Start and shutdown
@@ -225,6 +225,20 @@ class Server(uvicorn.Server):
   async def health(self) -> fastapi.Response: return self.not_ready() or JSONResponse({})
   async def metrics(self) -> fastapi.Response:
     return fastapi.Response(generate_latest(self.serving.observer.registry), media_type=CONTENT_TYPE_LATEST)
+
+  # Routes of coding agents, which run as chats
+
+  async def responses(self, body: ResponsesRequest) -> fastapi.Response:
+    return await self.serving.answer(body.to_chat(), functools.partial(ResponsesBuilder, body))
+
+  async def messages(self, body: MessagesRequest) -> fastapi.Response:
+    return await self.serving.answer(body.to_chat(), MessagesBuilder)
+
+  async def count_tokens(self, body: MessagesRequest) -> dict[str, int]:
+    serving = self.serving
+    serving.check_model(body.model or None)
+    prompt, = await asyncio.to_thread(encode_prompts, body.to_chat(), serving.engine, serving.trusts_template)
+    return {"input_tokens": len(prompt["prompt_token_ids"])}
 
 
 def parse_origins(words: list[str]) -> list[str]:
