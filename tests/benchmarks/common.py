@@ -122,7 +122,7 @@ class RandomCheckpoint(SafetensorsCheckpoint):
 
   def tokenizer(self) -> ChatTokenizer:
     def decode(ids: list[int]) -> str: return "".join(chr(97 + i % 26) for i in ids)
-    return ChatTokenizer(lambda text, special: [3], decode, lambda: {"a": 0}, lambda i: decode([i]), {}, set(), {}, None)
+    return ChatTokenizer(lambda *_: [3], decode, lambda: {"a": 0}, lambda i: decode([i]), {}, set(), {}, None)
 
   def load(self, model: Llama) -> None: fill_weights(model, self.quantization)
 
