@@ -136,3 +136,26 @@ async def main():
 asyncio.run(main())
 """)
   assert run.returncode == 0 and run.stdout.startswith("Hello") and "Traceback" not in run.stderr, run.stderr
+
+
+def test_program_exits_while_a_thread_captures(tmp_path):
+  run = run_python("""
+import pathlib, sys, threading, time
+from tinygrad.engine import realize
+from tinyvllm import LLM
+from tinyvllm_extra.kernels import graphs, kernel_cache
+llm = LLM()
+realize.lower_and_compile.path = pathlib.Path(sys.argv[1])
+lower, started = kernel_cache.do_to_program, threading.Event()
+def lower_slowly(*kernel):
+  from tinygrad import Context
+  with Context(ALLOW_DEVICE_USAGE=0):
+    started.set()
+    time.sleep(0.5)
+    return lower(*kernel)
+kernel_cache.do_to_program = lower_slowly
+kernel_cache.KernelFolder.lower_in_parallel = lambda *kernels: None
+graphs.CaptureThread(llm.capture())
+started.wait()
+""", tmp_path)
+  assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr

@@ -135,6 +135,8 @@ class CaptureThread(threading.Thread):
           self.ready.set()
           if sys.platform == "linux": os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         time.sleep(1e-3)   # another thread may be waiting to capture
-    except Exception: logger.exception("a capture failed; its steps will be captured when they run")
+    except Exception:
+      if threading.main_thread().is_alive():   # else the exit has ended the threads that compile
+        logger.exception("a capture failed; its steps will be captured when they run")
     self.progress = ""
     self.ready.set()

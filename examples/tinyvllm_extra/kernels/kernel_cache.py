@@ -1,6 +1,6 @@
 """A cache of lowered and compiled kernels on disk."""
-import concurrent.futures, contextlib, copy, ctypes, dataclasses, functools, hashlib, importlib.metadata, os, pathlib
-import pickle, signal, sys, zlib
+import atexit, concurrent.futures, contextlib, copy, ctypes, dataclasses, functools, hashlib, importlib.metadata, os
+import pathlib, pickle, signal, sys, threading, zlib
 from collections.abc import Callable
 
 from tinygrad import UOp, codegen, device as devices
@@ -15,7 +15,6 @@ from tinyvllm.backend import cpu_cores
 from .cpu import EXP2
 
 
-PR_SET_PDEATHSIG = 1
 PATCHES = pathlib.Path(__file__).with_name("tinygrad_patches.py")   # change the program of an unchanged kernel
 
 
@@ -27,6 +26,7 @@ class KernelFolder:
   compiler: tuple     # name, size and modification time
   compiled: int = 0   # kernels that were not in the folder
   thread = concurrent.futures.ThreadPoolExecutor(1, "tinyvllm-compiler")
+  lowering = threading.Lock()   # held while tinygrad forbids the use of devices
 
   def __call__(self, linear: UOp) -> UOp:
     calls = [realize._get_call_to_compile(call) for call in linear.src]   # kernel and renderer, or None
@@ -54,7 +54,7 @@ class KernelFolder:
     """Write the kernels' files, and end this process. A kernel that fails does so again in the parent process."""
     try:
       signal.signal(signal.SIGINT, signal.SIG_IGN)
-      ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)   # end with the parent process
+      ctypes.CDLL(None).prctl(1, signal.SIGKILL)   # PR_SET_PDEATHSIG: end with the parent process
       self.thread = concurrent.futures.ThreadPoolExecutor(1)   # threads end at a fork
       for finish in [self.begin(*kernel) for kernel in kernels]: finish()
     finally: os._exit(0)
@@ -67,7 +67,7 @@ class KernelFolder:
     self.compiled += 1
     source_renderer = copy.copy(renderer)
     source_renderer.compiler = devices.Compiler()   # returns the source
-    program = do_to_program(ast, source_renderer)
+    with self.lowering: program = do_to_program(ast, source_renderer)
     binary = self.thread.submit(renderer.compiler.compile, program.src[-1].arg.decode())
 
     def finish():
@@ -80,11 +80,14 @@ class KernelFolder:
 
   def file(self, renderer: Renderer, *content: object) -> pathlib.Path:
     """Return the file of what `renderer` makes of `content` with these versions, flags and settings."""
-    flags = getattr(renderer.compiler, "args", None)
     settings = [x.value for x in codegen.to_program_config]
     version = importlib.metadata.version("tinygrad"), __version__, PATCHES.read_bytes(), EXP2
-    key = content, type(renderer), renderer.target, settings, version, self.compiler, flags
-    return self.path / hashlib.sha256(repr(key).encode()).hexdigest()
+    compiler = type(renderer), renderer.target, getattr(renderer.compiler, "args", None), self.compiler
+    return self.path / hashlib.sha256(repr((content, compiler, settings, version)).encode()).hexdigest()
+
+
+# tinygrad closes its devices at exit, when a thread may be capturing: no kernel is lowered from then on
+atexit.register(KernelFolder.lowering.acquire)
 
 
 def write(path: pathlib.Path, data: bytes) -> None:

@@ -20,8 +20,8 @@ PACKAGES = {"tinyvllm", "tinyvllm_extra", "tinygrad", "builtins", "collections",
 @functools.cache
 def source_hash() -> str:
   """Return a hash of all code of tinyvllm."""
-  folders = pathlib.Path(tinyvllm.__file__).parent, pathlib.Path(__file__).parents[1]
-  files = sorted(file for folder in folders for file in folder.rglob("*.py"))
+  core, extension = pathlib.Path(tinyvllm.__file__).parent, pathlib.Path(__file__).parents[1]
+  files = sorted([*core.rglob("*.py"), *extension.rglob("*.py")])
   return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
