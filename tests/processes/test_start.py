@@ -138,24 +138,30 @@ asyncio.run(main())
   assert run.returncode == 0 and run.stdout.startswith("Hello") and "Traceback" not in run.stderr, run.stderr
 
 
-def test_program_exits_while_a_thread_captures(tmp_path):
+@pytest.mark.parametrize("function", ["do_to_program", "call_layer.fxn"])
+def test_program_exits_while_a_thread_captures(tmp_path, function):
+  """During a capture tinygrad lowers kernels, or traces layers."""
   run = run_python("""
 import pathlib, sys, threading, time
+from tinygrad import Context
 from tinygrad.engine import realize
 from tinyvllm import LLM
-from tinyvllm_extra.kernels import graphs, kernel_cache
+from tinyvllm_extra.kernels import graphs, kernel_cache, layer_calls
 llm = LLM()
 realize.lower_and_compile.path = pathlib.Path(sys.argv[1])
-lower, started = kernel_cache.do_to_program, threading.Event()
-def lower_slowly(*kernel):
-  from tinygrad import Context
-  with Context(ALLOW_DEVICE_USAGE=0):
+started = threading.Event()
+def slow(function):
+  def call(*arguments):
     started.set()
     time.sleep(0.5)
-    return lower(*kernel)
-kernel_cache.do_to_program = lower_slowly
+    return function(*arguments)
+  return call
+if sys.argv[2] == "do_to_program":
+  lower = kernel_cache.do_to_program
+  kernel_cache.do_to_program = Context(ALLOW_DEVICE_USAGE=0)(slow(lower))
+else: layer_calls.call_layer.fxn = slow(layer_calls.call_layer.fxn)
 kernel_cache.KernelFolder.lower_in_parallel = lambda *kernels: None
 graphs.CaptureThread(llm.capture())
 started.wait()
-""", tmp_path)
+""", tmp_path, function)
   assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr

@@ -1,13 +1,13 @@
 """Chooses the graph that a step runs with: its own shape, or a larger one that is captured. Captures graphs at startup,
 so that no request waits for a capture."""
-import collections, dataclasses, gc, itertools, logging, operator, os, sys, threading, time
+import atexit, collections, dataclasses, gc, itertools, logging, operator, os, sys, threading, time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tinygrad import Device
 
 from tinyvllm import backend
-from tinyvllm.backend import exclusive, renderer
+from tinyvllm.backend import cpu_cores, exclusive, renderer
 from tinyvllm.config import check, logger
 from tinyvllm.engine import Engine
 from tinyvllm.request import SamplerMode
@@ -119,19 +119,24 @@ def capture(engine: Engine, sizes: list[int] | None, variants: Sequence[Variant]
 class CaptureThread(threading.Thread):
   """Runs the captures of `capture`, with low priority once the captured steps can run all requests: see `ready`."""
   def __init__(self, captures: Iterator[str]):
-    super().__init__(name="tinyvllm-capture", daemon=True)
-    self.captures = captures
+    super().__init__(target=self.capture, args=(captures,), name="tinyvllm-capture", daemon=True)
     self.progress = next(captures, "")   # "" once requests can run
     self.ready = threading.Event()
     self.should_end = False
+    atexit.register(self.allow_exit)
     self.start()
 
-  def run(self) -> None:
+  def allow_exit(self) -> None:
+    """Let the program exit: tinygrad cannot close devices during a capture. A CPU need not be closed."""
+    self.should_end = True
+    if cpu_cores(): Device._opened_devices.clear()
+    else: self.join()
+
+  def capture(self, captures: Iterator[str]) -> None:
     try:
-      for progress in self.captures:
-        self.progress = progress
+      for self.progress in captures:
         if self.should_end: break
-        if not progress and not self.ready.is_set():
+        if not self.progress and not self.ready.is_set():
           self.ready.set()
           if sys.platform == "linux": os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         time.sleep(1e-3)   # another thread may be waiting to capture
@@ -140,3 +145,4 @@ class CaptureThread(threading.Thread):
         logger.exception("a capture failed; its steps will be captured when they run")
     self.progress = ""
     self.ready.set()
+    atexit.unregister(self.allow_exit)

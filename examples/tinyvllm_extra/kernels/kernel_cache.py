@@ -1,6 +1,6 @@
 """A cache of lowered and compiled kernels on disk."""
-import atexit, concurrent.futures, contextlib, copy, ctypes, dataclasses, functools, hashlib, importlib.metadata, os
-import pathlib, pickle, signal, sys, threading, zlib
+import concurrent.futures, contextlib, copy, ctypes, dataclasses, functools, hashlib, importlib.metadata, os
+import pathlib, pickle, signal, sys, zlib
 from collections.abc import Callable
 
 from tinygrad import UOp, codegen, device as devices
@@ -26,13 +26,12 @@ class KernelFolder:
   compiler: tuple     # name, size and modification time
   compiled: int = 0   # kernels that were not in the folder
   thread = concurrent.futures.ThreadPoolExecutor(1, "tinyvllm-compiler")
-  lowering = threading.Lock()   # held while tinygrad forbids the use of devices
 
   def __call__(self, linear: UOp) -> UOp:
     calls = [realize._get_call_to_compile(call) for call in linear.src]   # kernel and renderer, or None
     kernels = {codegen.to_program_key(*kernel): kernel for kernel in calls if kernel}
     kernels = {key: kernel for key, kernel in kernels.items() if key not in codegen.to_program_cache}
-    self.lower_in_parallel([kernel for kernel in kernels.values() if not self.file_of(*kernel).exists()])
+    self.lower_in_parallel([(ast, x) for ast, x in kernels.values() if not self.file(x, ast.key, ast.tag).exists()])
     pending = {key: self.begin(*kernel) for key, kernel in kernels.items()}
     codegen.to_program_cache |= {key: finish() for key, finish in pending.items()}
     return linear.replace(src=tuple(call.replace(src=(codegen.to_program(*kernel), *call.src[1:])) if kernel else call
@@ -61,13 +60,13 @@ class KernelFolder:
 
   def begin(self, ast: UOp, renderer: Renderer) -> Callable[[], UOp]:
     """Read a kernel's program, or lower it and start the compiler. Return a function that waits for the program."""
-    path = self.file_of(ast, renderer)
+    path = self.file(renderer, ast.key, ast.tag)
     with contextlib.suppress(OSError, zlib.error):   # the file is missing or damaged
       return functools.partial(pickle.loads, zlib.decompress(path.read_bytes()))
     self.compiled += 1
     source_renderer = copy.copy(renderer)
     source_renderer.compiler = devices.Compiler()   # returns the source
-    with self.lowering: program = do_to_program(ast, source_renderer)
+    program = do_to_program(ast, source_renderer)
     binary = self.thread.submit(renderer.compiler.compile, program.src[-1].arg.decode())
 
     def finish():
@@ -76,18 +75,12 @@ class KernelFolder:
       return compiled
     return finish
 
-  def file_of(self, ast: UOp, renderer: Renderer) -> pathlib.Path: return self.file(renderer, ast.key, ast.tag)
-
   def file(self, renderer: Renderer, *content: object) -> pathlib.Path:
     """Return the file of what `renderer` makes of `content` with these versions, flags and settings."""
     settings = [x.value for x in codegen.to_program_config]
     version = importlib.metadata.version("tinygrad"), __version__, PATCHES.read_bytes(), EXP2
     compiler = type(renderer), renderer.target, getattr(renderer.compiler, "args", None), self.compiler
     return self.path / hashlib.sha256(repr((content, compiler, settings, version)).encode()).hexdigest()
-
-
-# tinygrad closes its devices at exit, when a thread may be capturing: no kernel is lowered from then on
-atexit.register(KernelFolder.lowering.acquire)
 
 
 def write(path: pathlib.Path, data: bytes) -> None:

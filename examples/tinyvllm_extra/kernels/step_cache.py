@@ -89,9 +89,8 @@ class StoredStep:
 def restore(runner: Runner, graph: object, key: GraphKey) -> StoredStep | None:
   """Give a graph that is not captured its step, if that is stored. Return where to save it if it is not."""
   folder = realize.lower_and_compile
-  is_single = len(runner.model.devices.names) == 1
-  if not (isinstance(graph, _TinyJit) and isinstance(folder, KernelFolder) and is_single and helpers.CACHELEVEL >= 2):
-    return None
+  if not (isinstance(graph, _TinyJit) and isinstance(folder, KernelFolder) and helpers.CACHELEVEL >= 2
+          and len(runner.model.devices.names) == 1): return None
   with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):   # of objects that cannot be pickled
     stored = StoredStep(folder, runner, runner.graphs[key][0], key)
     graph.captured = stored.load()
