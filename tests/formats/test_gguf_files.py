@@ -6,12 +6,12 @@ import sys
 import gguf
 import numpy as np
 import pytest
+from helpers.commands import run_command
 from helpers.engines import ENGINE
 from helpers.gguf_files import read_matrices, write_gguf
 from helpers.models import tiny_model
 from helpers.requests import flags
 
-from tinyvllm_extra.cli import main
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.formats.checkpoints import open_checkpoint
 from tinyvllm_extra.packages import MissingPackage
@@ -151,21 +151,22 @@ def test_split_wrong_number_of_tensors_raises(tmp_path):
 # Commands
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])
-def test_generate_command_quantization_gguf_names_the_file_type(tmp_path, words_folder, capfd, kind):
+def test_generate_command_quantization_gguf_names_the_file_type(tmp_path, words_folder, kind):
   """Like vLLM, also for a file without quantized weights."""
   path = write_gguf(tmp_path / "words.gguf", words_folder, kind, tokenizer="llama")
   before = sorted(tmp_path.rglob("*"))
   options = ["generate", "the cat", "--model", str(path), "--max-tokens", "8", *flags(**ENGINE)]
-  assert main(options) == main([*options, "--quantization", "gguf"]) == 0
-  texts = capfd.readouterr().out.splitlines()
-  assert len(texts) == 2 and texts[0] == texts[1] and sorted(tmp_path.rglob("*")) == before, "no file is written"
-  assert main([*options, "--quantization", "fp8"]) == 1
+  runs = [run_command(*options), run_command(*options, "--quantization", "gguf")]
+  assert runs[0].stdout == runs[1].stdout and [run.returncode for run in runs] == [0, 0]
+  assert sorted(tmp_path.rglob("*")) == before, "no file is written"
+  run = run_command(*options, "--quantization", "fp8")
+  assert run.returncode == 1
   assert re.search(r"quantization='fp8' does not match .*words.gguf, which is (gguf|not quantized): use '(gguf|int8)'",
-                   capfd.readouterr().err)
+                   run.stderr)
 
 
 @pytest.mark.parametrize("command", ["generate a --model", "chat --model", "serve", "serve --model"])
-def test_command_with_damaged_gguf_prints_its_path(tmp_path, capfd, command):
+def test_command_with_damaged_gguf_prints_its_path(tmp_path, command):
   (tmp_path / "bad.gguf").write_bytes(b"GGUF")
-  assert main([*command.split(), str(tmp_path / "bad.gguf")]) == 1
-  assert "bad.gguf" in capfd.readouterr().err and [*tmp_path.iterdir()] == [tmp_path / "bad.gguf"]
+  run = run_command(*command.split(), tmp_path / "bad.gguf")
+  assert run.returncode == 1 and "bad.gguf" in run.stderr and [*tmp_path.iterdir()] == [tmp_path / "bad.gguf"]
