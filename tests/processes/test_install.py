@@ -229,7 +229,7 @@ def test_command_without_its_extra_fails_and_names_it(installed, used_home, extr
   *log, last = run.stderr.splitlines()
   assert run.returncode == 1 and run.stdout == "" and "Traceback" not in run.stderr
   assert last.startswith("tinyvllm: ") and f"pip install 'tinyvllm[{extra}]'" in last
-  assert all(line.startswith(("loaded ", "KV cache")) for line in log), run.stderr
+  assert all(line.startswith(("loaded ", "KV cache", "capturing ")) for line in log), run.stderr
 
 
 def test_source_distribution_installs_by_pip_without_git(installed, used_home, sdist, tmp_path):

@@ -44,6 +44,7 @@ def test_requests_are_503_until_the_model_is_loaded(pipe, chat_folder):
     with file: file.write(pipe.read_text())
     wait_until(server.healthy, "/health answers 200")
     assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+    wait_until(lambda: "ready: " in server.log, "the log has the URLs")
     assert server.stop() == 0
     for text in ("POST /generate 503 in 0.", "capturing ", f"ready: chat page {server.url}/, API {server.url}/v1\n"):
       assert f" INFO    {text}" in server.log and "GPU" not in server.log, server.log

@@ -1,12 +1,12 @@
 """CPU: captured steps that run on all cores, allocation in huge pages, and exp2 without branches. tinygrad_patches.py
 installs them in tinygrad."""
-import concurrent.futures, contextlib, ctypes, dataclasses, functools, mmap, os, pathlib, shutil, sys, threading
-from collections.abc import Callable, Iterator
+import concurrent.futures, ctypes, dataclasses, functools, mmap, os, pathlib, shutil, sys, threading
+from collections.abc import Callable
 from typing import cast
 
 import numpy as np
 from tinygrad import Device, UOp, device, helpers
-from tinygrad.engine import jit
+from tinygrad.engine import jit, realize
 from tinygrad.runtime.ops_cpu import CPUAllocator, CPUDevice, CPUProgram
 from tinygrad.runtime.support.hcq import HCQBuffer
 from tinygrad.uop.ops import Ops
@@ -16,6 +16,7 @@ AVX512 = os.path.exists("/proc/cpuinfo") and "avx512f" in pathlib.Path("/proc/cp
 MAX_ARGUMENTS = 24   # passed to every kernel, which ignores the surplus
 CHUNK = 2**25    # bytes requested from the system at once
 allocating = threading.Lock()
+CAPTURES = "tinyvllm-capture"   # name of the thread that captures steps in advance
 
 # 2**x: Cephes' polynomial for x minus the nearest integer, accurate to one unit in the last place. Results below
 # 2**-125 are 0. tinygrad's expansion has branches, which compilers do not vectorize
@@ -73,7 +74,6 @@ class CPUGraph(jit.GraphRunner):
   parallel."""
   pool = concurrent.futures.ThreadPoolExecutor(max(1, helpers.NUM_CPU_THREADS.value - 1), "tinyvllm-core")
   running = threading.Lock()   # one step at a time: two would deadlock waiting for cores
-  this_thread = threading.local()   # its `is_building` is True while steps of this thread are built and do not run
 
   @staticmethod
   def supports_uop(devices: list[device.Compiled], call: UOp) -> bool:
@@ -96,7 +96,6 @@ class CPUGraph(jit.GraphRunner):
   def __call__(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int], wait: bool = False) -> None:
     program, usleep = step_program()
     count, cores, _ = self.table.shape
-    if vars(self.this_thread).get("is_building"): return
     done = np.zeros((cores, 8), np.uint64)   # kernels that each core has finished, a cache line per core
     def run(core: int) -> None:   # keeps `done` alive while a core runs
       program.fxn(self.table.ctypes.data, done.ctypes.data, count, cores, usleep, core)
@@ -110,12 +109,13 @@ class CPUGraph(jit.GraphRunner):
         concurrent.futures.wait(others)
 
 
-@contextlib.contextmanager
-def building() -> Iterator[None]:
-  """Build the steps of this thread without running them, which would delay those of other threads."""
-  CPUGraph.this_thread.is_building = True
-  try: yield
-  finally: CPUGraph.this_thread.is_building = False
+def run_captured(self: jit.CapturedJit, *inputs: object, run: Callable = jit.CapturedJit.__call__) -> object:
+  """Run a captured step, or only build its graphs in the thread CAPTURES, whose steps are padding and would delay those
+  of other threads. Replaces CapturedJit.__call__."""
+  if threading.current_thread().name != CAPTURES: return run(self, *inputs)
+  for call in self.linear.src:
+    if call.src[0].op is Ops.CUSTOM_FUNCTION: realize.get_graph_runtime(call.src[0], ())
+  return self.ret
 
 
 def allocate(self: CPUAllocator, size: int, options: device.BufferSpec,

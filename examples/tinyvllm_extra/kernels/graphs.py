@@ -13,7 +13,7 @@ from tinyvllm.engine import Engine
 from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, Runner, build_step, next_power_of_two
 
-from .cpu import building
+from .cpu import CAPTURES
 from .step_cache import restore
 from .tinygrad_patches import num_compiled
 
@@ -105,7 +105,7 @@ def capture(engine: Engine, sizes: list[int] | None, variants: Sequence[Variant]
   try:
     for i, (key, runner) in enumerate(steps):
       yield f"preparing {i + 1} of {len(steps)}" if i < num_needed else ""
-      with exclusive, building(): runner.launch(build_step({}, runner, key))()
+      with exclusive: runner.launch(build_step({}, runner, key))()
       largest = max(largest, key.num_tokens)
       engine.scheduler.config = dataclasses.replace(engine.config, max_num_batched_tokens=min(budget, largest))
       gc.freeze()   # else each collection would take longer, and delay steps
@@ -119,7 +119,7 @@ def capture(engine: Engine, sizes: list[int] | None, variants: Sequence[Variant]
 class CaptureThread(threading.Thread):
   """Runs the captures of `capture`, with low priority once the captured steps can run all requests: see `ready`."""
   def __init__(self, captures: Iterator[str]):
-    super().__init__(target=self.capture, args=(captures,), name="tinyvllm-capture", daemon=True)
+    super().__init__(target=self.capture, args=(captures,), name=CAPTURES, daemon=True)
     self.progress = next(captures, "")   # "" once requests can run
     self.ready = threading.Event()
     self.should_end = False

@@ -79,8 +79,7 @@ class StoredStep:
     return None
 
   def save(self, step: CapturedJit) -> None:
-    self.stream.seek(0)
-    self.stream.truncate()
+    self.stream.truncate(self.stream.seek(0))
     self.writer.clear_memo()
     self.writer.dump((step._linear, [x.uop for x in step.ret]))
     write(self.path, zlib.compress(self.stream.getvalue(), 1))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from tinygrad import Device, UOp, dtypes, helpers
 from tinygrad.device import BufferSpec, LRUAllocator
 from tinygrad.engine import realize
+from tinygrad.engine.jit import CapturedJit
 from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer
 from tinygrad.runtime.ops_cpu import CPUAllocator
 from tinygrad.uop.ops import Ops, PatternMatcher, UPat
@@ -13,7 +14,7 @@ from tinygrad.uop.ops import Ops, PatternMatcher, UPat
 from tinyvllm.backend import cpu_cores, renderer
 from tinyvllm.config import logger
 
-from .cpu import AVX512, EXP2, CPUGraph, allocate
+from .cpu import AVX512, EXP2, CPUGraph, allocate, run_captured
 from .kernel_cache import KernelFolder
 
 VERSION = "0.14.0"   # the patches were checked with it; for the next version, see examples/docs/tinygrad.md
@@ -30,6 +31,9 @@ def apply(compiler: str) -> None:
     # Allocate CPU buffers in huge pages. tinygrad uses pages of 4 KiB, which halves the memory bandwidth. Checked with
     # 0.14.0. Remove when CPUAllocator requests huge pages
     replace(CPUAllocator, "_alloc", allocate)
+    # Only build the steps that a thread captures in advance. tinygrad runs each captured step once. Checked with
+    # 0.14.0. Remove when TinyJit can capture without running
+    replace(CapturedJit, "__call__", run_captured)
     compute_exp2_without_branches()
     use_widest_vectors()
   if Device.DEFAULT == "CUDA":
