@@ -113,6 +113,7 @@ def run_captured(self: jit.CapturedJit, *inputs: object, run: Callable = jit.Cap
   """Run a captured step, or only build its graphs in the thread CAPTURES, whose steps are padding and would delay those
   of other threads. Replaces CapturedJit.__call__."""
   if threading.current_thread().name != CAPTURES: return run(self, *inputs)
+  step_program()   # opens the device, which tinygrad forbids other threads during captures
   for call in self.linear.src:
     if call.src[0].op is Ops.CUSTOM_FUNCTION: realize.get_graph_runtime(call.src[0], ())
   return self.ret

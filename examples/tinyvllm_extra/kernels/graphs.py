@@ -101,12 +101,11 @@ def capture(engine: Engine, sizes: list[int] | None, variants: Sequence[Variant]
   # Steps of several devices wait for each other, in the order in which they are launched
   num_needed = len(engine.runners) if len(engine.runner.model.devices.names) == 1 else len(steps)
   budget = engine.config.max_num_batched_tokens or 0   # the engine has set it
-  largest = max([key.num_tokens for key in engine.runner.graphs], default=0)
   try:
     for i, (key, runner) in enumerate(steps):
       yield f"preparing {i + 1} of {len(steps)}" if i < num_needed else ""
       with exclusive: runner.launch(build_step({}, runner, key))()
-      largest = max(largest, key.num_tokens)
+      largest = max(graph.num_tokens for graph in [*engine.runner.graphs])
       engine.scheduler.config = dataclasses.replace(engine.config, max_num_batched_tokens=min(budget, largest))
       gc.freeze()   # else each collection would take longer, and delay steps
   finally:
