@@ -51,7 +51,7 @@ def lines_of(pieces: list[tuple[float, str]]) -> list[tuple[float, str]]:
 
 
 def draw(lines: list[tuple[float, str]], title: str) -> str:
-  """Return an SVG picture in which each line appears at its time."""
+  """Return an SVG picture that shows each line at its time."""
   console = Console(width=WIDTH, record=True, file=io.StringIO())
   for _, line in lines: console.print(Text(line, "bold green" if line.startswith(("$", PROMPT)) else ""))
   frame = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.S)   # without fonts of other servers

@@ -10,12 +10,14 @@ import pytest
 from helpers.engines import ENGINE
 from helpers.kernels import on_device
 from helpers.parameters import slow
+from helpers.requests import greedy
 from tinygrad import Context, Device, Tensor, TinyJit, dtypes
 from tinygrad.engine.realize import get_graph_runtime
 
 from tinyvllm import LLM
 from tinyvllm.backend import cpu_cores
 from tinyvllm_extra.kernels import cpu, prepare_device
+from tinyvllm_extra.kernels.graphs import CaptureThread
 from tinyvllm_extra.kernels.matmul import FastLinear, reorder
 
 pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="CPU only")
@@ -124,6 +126,24 @@ def test_buffers_share_chunk_that_outlives_freed_buffers():
 def test_graph_with_changing_input_runs_without_cpu_graph():
   double = TinyJit(lambda x: (x * 2 + 1).contiguous().realize())   # each call has a different input buffer
   for i in range(5): assert double(Tensor([i, i + 1]).realize()).tolist() == [2 * i + 1, 2 * i + 3]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_thread_builds_steps_without_running_them(folder, monkeypatch, devices):
+  """It opens the device first, which tinygrad forbids the thread that runs steps during a capture."""
+  programs, runs = [], []
+  run_program = cpu.CPUProgram.__call__
+  expected, llm = [LLM(folder, **ENGINE, tensor_parallel_size=devices) for _ in range(2)]
+  cpu.step_program.cache_clear()
+  with monkeypatch.context() as patch:
+    patch.setattr(cpu.CPUGraph, "__call__", lambda *args, **options: runs.append(args))
+    patch.setattr(cpu.CPUProgram, "__call__", lambda self, *args, **options: (
+      programs.append(self), run_program(self, *args, **options))[1])
+    CaptureThread(llm.capture([8])).join()
+  assert runs == [] and cpu.step_program.cache_info().currsize == 1 and len(llm.runner.graphs) == 2
+  assert len(programs) <= 2, "only the words of each step may be set to zero"
+  texts = [x.generate("ab", greedy(12), use_tqdm=False)[0].outputs[0].token_ids for x in (expected, llm)]
+  assert texts[0] == texts[1] and len(llm.runner.graphs) == 2
 
 
 def test_exp2_equals_numpy():

@@ -98,7 +98,7 @@ def capture(engine: Engine, sizes: list[int] | None, variants: Sequence[Variant]
   keys = [GraphKey(size, min(size, engine.runner.max_rows), *variant) for size in sizes for variant in variants]
   keys.sort(key=lambda key: (key.num_tokens != first, min(key.num_tokens, 2), [-x for x in sizes_of(key)[2:]]))
   steps = [*itertools.product(keys, engine.runners)]
-  # Steps of several devices wait for each other, in the order in which they are launched
+  # Steps of several devices wait for each other in launch order, which a second thread would change
   num_needed = len(engine.runners) if len(engine.runner.model.devices.names) == 1 else len(steps)
   budget = engine.config.max_num_batched_tokens or 0   # the engine has set it
   try:
