@@ -3,17 +3,16 @@ settings of chat front ends."""
 import json
 import re
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
+from helpers.commands import ROOT, run_process
 from helpers.requests import flags
 from helpers.servers import LocalServer
 from prometheus_client.parser import text_string_to_metric_families
 
-DEPLOY, KEY = Path(__file__).parents[2] / "examples/deploy", "sk-examples"
+DEPLOY, KEY = ROOT / "examples/deploy", "sk-examples"
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +105,10 @@ def test_systemd_analyze_verify_reports_no_errors(tmp_path):
   unit = (DEPLOY / "tinyvllm.service").read_text()
   (tmp_path / "tinyvllm.service").write_text(unit.replace("/opt/tinyvllm/bin/python", sys.executable))
   verify = ["systemd-analyze", "verify", "--man=no", tmp_path / "tinyvllm.service"]
-  run = subprocess.run(verify, capture_output=True, text=True, timeout=60)
+  run = run_process(*verify)
   assert (run.returncode, run.stderr) == (0, "")
   (tmp_path / "tinyvllm.service").write_text(unit.replace("KillSignal=", "KilSignal="))
-  assert "KilSignal" in subprocess.run(verify, capture_output=True, text=True, timeout=60).stderr
+  assert "KilSignal" in run_process(*verify).stderr
 
 
 def test_curl_script_names_every_route(server):

@@ -1,10 +1,10 @@
 """One test for each of the project's milestones, through the public API."""
 import json
-import subprocess
 
 import milestones
 import pytest
 from milestones import FEW_GRAPHS
+from helpers.commands import run_process
 from helpers.models import tiny_model
 from helpers.servers import Server
 
@@ -41,7 +41,7 @@ def test_6_server_answer_to_curl_equals_generate(folder):
   body = {"prompt": ["the cat", "hello"], "n": 2, "seed": 3, "max_tokens": 5}
   with Server(folder, "--max-num-seqs", 8, "--max-num-batched-tokens", 16, "--block-size", 4) as server:
     command = ["curl", "-sS", "--fail", server.url + "/generate", "-H", "Content-Type: application/json"]
-    run = subprocess.run([*command, "-d", json.dumps(body)], capture_output=True, text=True, check=True, timeout=60)
+    run = run_process(*command, "-d", json.dumps(body))
   answer = json.loads(run.stdout)
   llm, params = LLM(folder, max_num_seqs=8, **FEW_GRAPHS), SamplingParams(n=2, seed=3, max_tokens=5)
   outputs = llm.generate(body["prompt"], params)

@@ -2,9 +2,7 @@
 `ast` instead of importing it."""
 import ast
 import graphlib
-import os
 import re
-import subprocess
 import symtable
 import sys
 import tomllib
@@ -13,6 +11,7 @@ from functools import cache
 
 import pytest
 import tinyvllm.engine
+from helpers.commands import run_process
 from test_size import EXTENSION, PACKAGE, code_tokens
 
 ROOT = PACKAGE.parent
@@ -142,10 +141,8 @@ def test_core_names_the_extension_in_one_place():
 
 def test_core_loads_no_module_of_the_extension():
   code = "import sys, tinyvllm.engine; print([name for name in sys.modules if name.startswith('tinyvllm_extra')])"
-  paths = os.pathsep.join([str(ROOT), str(EXTENSION.parent)])
-  run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                       env={**os.environ, "PYTHONPATH": paths})
-  assert run.stdout == "[]\n"
+  run = run_process(sys.executable, "-c", code)
+  assert run.stdout == "[]\n", run.stderr
 
 
 def test_public_names_exist():

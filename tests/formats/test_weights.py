@@ -1,11 +1,11 @@
 """Model files: dtypes, shards, errors that name the file and the tensor, and the memory that loading needs."""
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.commands import run_process
 from helpers.data import read_data
 from helpers.engines import ENGINE, LogitsRecorder, check_logits
 from helpers.models import load, random_weights, tiny_config, tiny_model, write_safetensors
@@ -179,8 +179,7 @@ def test_loading_peak_memory_is_at_most_1_3_models(tmp_path, shards):
   small, big = tiny_model(tmp_path / "small"), tiny_model(tmp_path / "big", shards=shards, **sizes)
   size = sum(f.stat().st_size for f in big.glob("*.safetensors"))
   assert size > 60e6
-  run = subprocess.run([sys.executable, "-c", PRINT_PEAKS, small, big], capture_output=True, text=True, check=False,
-                       cwd=Path(__file__).parents[2], timeout=120)
+  run = run_process(sys.executable, "-c", PRINT_PEAKS, small, big)
   assert run.returncode == 0, run.stderr
   libraries, peak = [1024 * int(line) for line in run.stdout.splitlines()]
   assert 0.9 * size < peak - libraries <= 1.3 * size, f"{(peak - libraries) / size:.2f} times the model's bytes"

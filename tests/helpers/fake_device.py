@@ -1,6 +1,7 @@
 """A fake device: it reads the same words, block tables and last tokens as a captured graph, and computes the step in
 numpy, without tinygrad's kernels. Tests of the host's logic run on it 10 times faster; it cannot see faults in kernels
 and graphs. A wrong block, position, token or seed changes the output, and reading an unwritten position is an error."""
+import functools
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from tinyvllm_extra.kernels import FastBackend, drivers, graphs
 from tinyvllm_extra.sampling.logits import ADJUSTMENTS, NUM_BEST, HiddenStatesPlan, LogitsPlan
 
 from .models import load
-from .reference import log_softmax, reference_sampling_mask, rope_frequencies
+from .reference import head, head_sizes, hidden_states, log_softmax, reference_sampling_mask
 
 
 RACE = -9   # a token id that no step may read
@@ -102,19 +103,8 @@ class LlamaDevice:
   def __init__(self, runner: Runner):
     self.config, weights = load(runner.model.embed_tokens.folder)
     self.weights = {x if x.startswith(("model.", "lm_head.")) else f"model.{x}": array for x, array in weights.items()}
-    self.heads, self.layers = self.config["num_attention_heads"], self.config["num_hidden_layers"]
-    self.kv_heads = self.config.get("num_key_value_heads") or self.heads
-    self.D = self.config.get("head_dim") or self.config["hidden_size"] // self.heads
-    self.size = runner.config.block_size
-    self.cache = [[array_of(x, np.float32).reshape(-1, self.kv_heads, self.D) for x in layer]
-                  for layer in runner.kv_caches]
-    self.freqs = rope_frequencies(self.config, self.D)
-
-  def norm(self, x: np.ndarray, name: str) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.config["rms_norm_eps"]) * self.weights[f"{name}.weight"]
-
-  def linear(self, x: np.ndarray, name: str) -> np.ndarray:
-    return x @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", 0.0)
+    shape, self.size = head_sizes(self.config), runner.config.block_size
+    self.cache = [[array_of(x, np.float32).reshape(-1, *shape) for x in layer] for layer in runner.kv_caches]
 
   def attend(self, step: Step, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Write k and v, (T, KV, D), to the cache, and return the attention of q, (T, H, D), over it: (T, H * D)."""
@@ -126,38 +116,19 @@ class LlamaDevice:
       at = (step.tables[slot, :-(-length // self.size), None] * self.size + np.arange(self.size)).ravel()[:length]
       keys[at[positions]], values[at[positions]] = k[index], v[index]
       assert keys[at].any((1, 2)).all(), "a position of the cache is read before it is written"
-      group = self.heads // self.kv_heads
+      group = q.shape[1] // k.shape[1]
       k_all, v_all = (np.repeat(x[at].swapaxes(0, 1), group, 0) for x in (keys, values))   # (H, L, D)
-      scores = q[index].swapaxes(0, 1) @ k_all.swapaxes(1, 2) / np.sqrt(self.D)            # (H, t, L)
+      scores = q[index].swapaxes(0, 1) @ k_all.swapaxes(1, 2) / np.sqrt(q.shape[2])       # (H, t, L)
       p = np.exp(np.where(positions[:, None] < np.arange(length), -np.inf, scores - scores.max(-1, keepdims=True)))
       out[index] = (p / p.sum(-1, keepdims=True) @ v_all).swapaxes(0, 1)
     return out.reshape(len(q), -1)
 
-  def hidden_states(self, step: Step) -> np.ndarray:
-    """Return the final hidden states of the step's rows, (S, hidden)."""
-    angles = step.tokens["position"][:, None] * self.freqs
-    cos, sin = (np.concatenate([f(angles)] * 2, 1)[:, None] for f in (np.cos, np.sin))   # (T, 1, D)
-
-    def rotate(x: np.ndarray) -> np.ndarray:
-      return x * cos + np.concatenate([-x[..., self.D // 2:], x[..., :self.D // 2]], -1) * sin
-    x = self.weights["model.embed_tokens.weight"][step.ids]                                # (T, hidden)
-    for i in range(self.layers):
-      name = f"model.layers.{i}."
-      h = self.norm(x, name + "input_layernorm")
-      q, k, v = (self.linear(h, f"{name}self_attn.{n}_proj").reshape(len(x), -1, self.D) for n in "qkv")
-      if f"{name}self_attn.q_norm.weight" in self.weights:
-        q, k = (self.norm(z, f"{name}self_attn.{n}_norm") for z, n in ((q, "q"), (k, "k")))
-      x = x + self.linear(self.attend(step, i, rotate(q), rotate(k), v), name + "self_attn.o_proj")
-      h = self.norm(x, name + "post_attention_layernorm")
-      gate, up = self.linear(h, name + "mlp.gate_proj"), self.linear(h, name + "mlp.up_proj")
-      x = x + self.linear(gate / (1 + np.exp(-gate)) * up, name + "mlp.down_proj")
-    return self.norm(x[step.rows["token"]], "model.norm")
-
   def run(self, step: Step) -> list[np.ndarray]:
     """Return the sampled tokens, (S,), and the log probabilities of top_logprobs if the plan has them."""
-    hidden = self.hidden_states(step)
+    attend = functools.partial(self.attend, step)
+    hidden = hidden_states(self.config, self.weights, step.ids, step.tokens["position"], attend)[step.rows["token"]]
     if isinstance(step.plan, HiddenStatesPlan): return [np.zeros(len(hidden), np.int32), hidden.astype(np.float32)]
-    raw = hidden @ self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"]).T   # (S, V)
+    raw = head(self.weights, hidden)   # (S, V)
     allowed = step.bitmasks()
     logits = raw.copy() if allowed is None else np.where(allowed, raw, -np.inf)
     for row, token, bias, factor, penalty in step.adjustments().tolist():

@@ -1,7 +1,7 @@
 """References without any of the package's code: a plain numpy LLaMA, greedy decoding, sampling by sorting, and
 quantized K and V."""
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,18 @@ def random_numbers(rng: np.random.Generator, shape: tuple[int, ...], bits: int |
   return q, q.astype(np.float32)
 
 
-def reference_logits(folder: Path, ids: list[int], quantize: Callable = lambda x: x) -> np.ndarray:
-  """Compute the float64 logits, (T, V), of all tokens with the model in `folder`. quantize: maps K and V to the values
-  read from the KV cache."""
-  config, w = load(folder)
-  H, T, E = config["num_attention_heads"], len(ids), config["hidden_size"]
-  KV, D, eps = config.get("num_key_value_heads") or H, config.get("head_dim") or E // H, config["rms_norm_eps"]
-  angles = np.arange(T)[:, None] * rope_frequencies(config, D)   # (T, D/2)
+def head_sizes(config: dict[str, Any]) -> tuple[int, int]:
+  """Return the number of K/V heads and head_dim."""
+  H = config["num_attention_heads"]
+  return config.get("num_key_value_heads") or H, config.get("head_dim") or config["hidden_size"] // H
+
+
+def hidden_states(config: dict[str, Any], w: dict[str, np.ndarray], ids: Sequence[int], positions: np.ndarray,
+                  attend: Callable) -> np.ndarray:
+  """Return a LLaMA's final hidden states, (T, E). attend: maps a layer's number, rotated q, (T, H, D), rotated k and v,
+  (T, KV, D), to the output of attention, (T, H * D)."""
+  D, eps = head_sizes(config)[1], config["rms_norm_eps"]
+  angles = positions[:, None] * rope_frequencies(config, D)   # (T, D/2)
   cos, sin = (np.concatenate([f(angles)] * 2, 1)[:, None] for f in (np.cos, np.sin))   # (T, 1, D)
 
   def norm(x: np.ndarray, name: str) -> np.ndarray:
@@ -72,18 +77,34 @@ def reference_logits(folder: Path, ids: list[int], quantize: Callable = lambda x
   for i in range(config["num_hidden_layers"]):
     p = f"model.layers.{i}."
     h = norm(x, p + "input_layernorm")
-    q, k, v = (linear(h, f"{p}self_attn.{n}_proj").reshape(T, -1, D) for n in "qkv")
+    q, k, v = (linear(h, f"{p}self_attn.{n}_proj").reshape(len(x), -1, D) for n in "qkv")
     if p + "self_attn.q_norm.weight" in w: q, k = norm(q, p + "self_attn.q_norm"), norm(k, p + "self_attn.k_norm")
-    q, k, v = rotate(q), quantize(rotate(k)), quantize(v)
-    k, v = np.repeat(k, H // KV, 1), np.repeat(v, H // KV, 1)   # (T, H, D)
-    scores = np.einsum("thd,shd->hts", q, k) / math.sqrt(D)
-    scores = np.where(np.tril(np.ones((T, T), bool)), scores, -np.inf)
-    a = np.exp(scores - scores.max(-1, keepdims=True))
-    x = x + linear(np.einsum("hts,shd->thd", a / a.sum(-1, keepdims=True), v).reshape(T, H * D), p + "self_attn.o_proj")
+    x = x + linear(attend(i, rotate(q), rotate(k), v), p + "self_attn.o_proj")
     h = norm(x, p + "post_attention_layernorm")
     gate, up = linear(h, p + "mlp.gate_proj"), linear(h, p + "mlp.up_proj")
     x = x + linear(gate / (1 + np.exp(-gate)) * up, p + "mlp.down_proj")
-  return norm(x, "model.norm") @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
+  return norm(x, "model.norm")
+
+
+def head(w: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+  """Return the logits, (T, V), of final hidden states."""
+  return x @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
+
+
+def reference_logits(folder: Path, ids: list[int], quantize: Callable = lambda x: x) -> np.ndarray:
+  """Compute the float64 logits, (T, V), of all tokens with the model in `folder`. quantize: maps K and V to the values
+  read from the KV cache."""
+  config, w = load(folder)
+  T = len(ids)
+
+  def attend(layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    group = q.shape[1] // k.shape[1]
+    k, v = np.repeat(quantize(k), group, 1), np.repeat(quantize(v), group, 1)   # (T, H, D)
+    scores = np.einsum("thd,shd->hts", q, k) / math.sqrt(q.shape[2])
+    scores = np.where(np.tri(T, dtype=bool), scores, -np.inf)
+    a = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("hts,shd->thd", a / a.sum(-1, keepdims=True), v).reshape(T, -1)
+  return head(w, hidden_states(config, w, ids, np.arange(T), attend))
 
 
 _greedy: dict[tuple, list[int]] = {}

@@ -1,12 +1,12 @@
 """CPU backend: graphs on all cores, allocation in huge pages, exp2, dtype and compiler selection."""
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 
 import numpy as np
 import pytest
+from helpers.commands import run_process
 from helpers.engines import ENGINE
 from helpers.kernels import on_device
 from helpers.parameters import slow
@@ -98,8 +98,7 @@ def interrupt_starts() -> None:
 
 def run_python(program: str, **env: str) -> list[str]:
   """Run a program in a new process that can import this module. Return its lines."""
-  run = subprocess.run([sys.executable, "-c", program], timeout=120, capture_output=True, text=True,
-                       env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env})
+  run = run_process(sys.executable, "-c", program, PYTHONPATH=os.pathsep.join(sys.path), **env)
   assert run.returncode == 0, run.stderr
   return run.stdout.splitlines()
 

@@ -5,14 +5,13 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from helpers.commands import ROOT, run_process
 from helpers.models import tiny_model
+from helpers.parameters import slow
 
-ROOT = Path(__file__).parents[2]
 DEPENDENCIES = {"tinygrad", "numpy", "safetensors", "sentencepiece"}
-ENVIRONMENT = {**os.environ, "DEV": "CPU", "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "tests"]))}
 
 
 QUICK = ["hello", "paged_attention"]
@@ -25,8 +24,7 @@ def run_alone(tmp_path_factory, names):
   json_folder = tiny_model(tmp_path_factory.mktemp("json"), tokenizer=False)
   (json_folder / "tokenizer.json").write_text("{}")
   script = ROOT / "tests" / "core" / "core_alone.py"
-  run = subprocess.run([sys.executable, script, folder, json_folder, *names], env=ENVIRONMENT, capture_output=True,
-                       text=True, timeout=240)
+  run = run_process(sys.executable, script, folder, json_folder, *names, DEV="CPU", PYTHONPATH=f"{ROOT}:{ROOT}/tests")
   assert run.returncode == 0, run.stderr
   return json.loads(run.stdout)
 
@@ -36,7 +34,7 @@ def alone(tmp_path_factory): return run_alone(tmp_path_factory, QUICK)
 
 
 @pytest.fixture(scope="module")
-def slow_milestones(tmp_path_factory): return run_alone(tmp_path_factory, SLOW)["milestones"]
+def run_slow(tmp_path_factory): return run_alone(tmp_path_factory, SLOW)
 
 
 def test_core_alone_imports_its_dependencies(alone):
@@ -44,14 +42,10 @@ def test_core_alone_imports_its_dependencies(alone):
   assert packages >= {*DEPENDENCIES, "tinyvllm"}
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_core_alone_passes_milestone(alone, name): assert not alone["milestones"][name], alone["milestones"][name]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_core_alone_passes_slow_milestone(slow_milestones, name):
-  assert not slow_milestones[name], slow_milestones[name]
+@pytest.mark.parametrize("name,run", [*((name, "alone") for name in QUICK), *slow(*((x, "run_slow") for x in SLOW))])
+def test_core_alone_passes_milestone(request, name, run):
+  traceback = request.getfixturevalue(run)["milestones"][name]
+  assert not traceback, traceback
 
 
 @pytest.mark.parametrize("feature, error, part", [
