@@ -3,9 +3,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.engines import ENGINE
+from helpers.engines import ENGINE, prompt
 from helpers.prefix_cache import BS, contents, restart, run
-from helpers.requests import prompt
 
 from tinyvllm import LLM
 

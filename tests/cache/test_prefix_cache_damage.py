@@ -7,9 +7,8 @@ import shutil
 from unittest.mock import patch
 
 import pytest
-from helpers.engines import ENGINE, check_invariants
+from helpers.engines import ENGINE, check_invariants, prompt
 from helpers.prefix_cache import BS, check_refused, contents, header_of, restart, run, state, with_metadata
-from helpers.requests import prompt
 
 from tinyvllm import LLM
 from tinyvllm_extra.cache import prefix_cache

@@ -11,9 +11,8 @@ from unittest import mock
 
 import pytest
 from helpers.commands import CHAT, FLAGS, PYTHONPATH, error_line, parse_command, run_command, run_process
-from helpers.engines import ENGINE
+from helpers.engines import ENGINE, greedy, tokens
 from helpers.models import tiny_model
-from helpers.requests import greedy, tokens
 from tinygrad.device import CompileError
 
 import tinyvllm

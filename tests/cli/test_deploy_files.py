@@ -7,8 +7,7 @@ import sys
 
 import pytest
 import yaml
-from helpers.commands import ROOT, run_process
-from helpers.requests import flags
+from helpers.commands import ROOT, flags, run_process
 from helpers.servers import LocalServer
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -5,7 +5,7 @@ import pytest
 from helpers.data import read_data
 from helpers.engines import ENGINE
 from helpers.models import tiny_model
-from helpers.requests import flags
+from helpers.commands import flags
 from helpers.servers import LocalServer
 from helpers.tokenizers import byte_level_bpe
 

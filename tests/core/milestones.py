@@ -6,8 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from helpers.engines import token_rows
-from helpers.requests import greedy
+from helpers.engines import greedy, token_rows
 from tinygrad import Tensor, dtypes
 
 import tinyvllm

@@ -5,9 +5,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers.engines import ENGINE, assert_same_outputs, check_invariants, count_bytecodes, run_to_end, set_overlap
+from helpers.engines import (ENGINE, assert_same_outputs, check_invariants, count_bytecodes, greedy, ids_of, prompt,
+                             run_to_end, set_overlap, tokens)
 from helpers.reference import reference_greedy
-from helpers.requests import greedy, ids_of, prompt, tokens
 
 import tinyvllm
 from tinyvllm import LLM, LLMEngine, RequestOutput, SamplingParams

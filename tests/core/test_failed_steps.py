@@ -9,11 +9,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from helpers.engines import ENGINE, assert_same_outputs, check_invariants, set_overlap
+from helpers.engines import ENGINE, assert_same_outputs, check_invariants, greedy, ids_of, prompt, set_overlap, tokens
 from helpers.faults import Failed, PLACES, break_steps, fail_once, finish, finish_broken, step
 from helpers.parameters import slow
 from helpers.reference import reference_greedy
-from helpers.requests import greedy, ids_of, prompt, tokens
 
 import tinyvllm.engine
 

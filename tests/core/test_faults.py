@@ -3,9 +3,8 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from helpers.engines import check_invariants, run_to_end
+from helpers.engines import check_invariants, greedy, ids_of, run_to_end, tokens
 from helpers.reference import reference_greedy
-from helpers.requests import greedy, ids_of, tokens
 
 from tinyvllm import SamplingParams, config
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.models import tiny_config
-from helpers.requests import greedy, prompt, tokens
+from helpers.engines import greedy, prompt, tokens
 from helpers.servers import wait_until
 from tinygrad import Tensor, dtypes
 

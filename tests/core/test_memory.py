@@ -5,10 +5,10 @@ import itertools
 import random
 
 import pytest
-from helpers.engines import ENGINE, assert_all_blocks_freed, check_metrics, run_watched
+from helpers.engines import (ENGINE, assert_all_blocks_freed, check_metrics, greedy, ids_of, prompt, run_watched,
+                             sampled, tokens)
 from helpers.parameters import slow
 from helpers.reference import reference_greedy
-from helpers.requests import greedy, ids_of, prompt, sampled, tokens
 
 from tinyvllm import LLM
 

@@ -4,10 +4,9 @@ import random
 import re
 
 import pytest
-from helpers.engines import ENGINE, check_invariants
+from helpers.engines import ENGINE, check_invariants, greedy, ids_of, prompt, tokens
 from helpers.models import tiny_model
 from helpers.reference import reference_greedy
-from helpers.requests import greedy, ids_of, prompt, tokens
 from tinygrad import nn
 
 from tinyvllm import LLM

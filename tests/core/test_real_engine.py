@@ -2,11 +2,10 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers.engines import ENGINE, assert_same_outputs
+from helpers.engines import ENGINE, assert_same_outputs, greedy, ids_of, prompt, tokens
 from helpers.faults import Failed
 from helpers.models import tiny_model
 from helpers.reference import reference_greedy
-from helpers.requests import greedy, ids_of, prompt, tokens
 
 from tinyvllm import LLM
 

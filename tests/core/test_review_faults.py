@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from helpers.commands import parse_command
 from helpers.data import read_data
-from helpers.engines import ENGINE
+from helpers.engines import ENGINE, greedy, prompt, tokens
 from helpers.models import tiny_config, tiny_model
-from helpers.requests import greedy, prompt, tokens
 from tinygrad import Tensor
 
 from tinyvllm import LLM, InputError, SamplingParams

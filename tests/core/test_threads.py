@@ -5,10 +5,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers.engines import ENGINE, check_invariants, set_overlap
+from helpers.engines import ENGINE, check_invariants, greedy, ids_of, set_overlap, tokens
 from helpers.faults import Failed
 from helpers.reference import reference_greedy
-from helpers.requests import greedy, ids_of, tokens
 
 from tinyvllm import LLM
 

@@ -6,11 +6,10 @@ import sys
 import gguf
 import numpy as np
 import pytest
-from helpers.commands import run_command
+from helpers.commands import flags, run_command
 from helpers.engines import ENGINE
 from helpers.gguf_files import read_matrices, write_gguf
 from helpers.models import tiny_model
-from helpers.requests import flags
 
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.formats.checkpoints import open_checkpoint

@@ -13,13 +13,19 @@ from typing import Any
 import pytest
 
 from .engines import ENGINE
-from .requests import flags
 
 
 ROOT = Path(__file__).parents[2]
-FLAGS = flags(**ENGINE)
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 PYTHONPATH = os.pathsep.join([str(ROOT), str(ROOT / "examples")])   # for processes that run outside of the checkout
+
+
+def flags(**options: Any) -> list[str]:
+  """Return options as the command line's flags: max_num_seqs=4 becomes --max-num-seqs 4."""
+  return [x for name, value in options.items() for x in ("--" + name.replace("_", "-"), str(value))]
+
+
+FLAGS = flags(**ENGINE)
 
 
 def run_command(*arguments: Any, stdin: str | io.StringIO = "", **env: str) -> subprocess.CompletedProcess:

@@ -1,16 +1,39 @@
-"""Options of engines, checks of their invariants, and runs to the end."""
+"""Engines: their options, prompts and parameters as most tests need them, checks of invariants, and runs to the end."""
+import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from tinyvllm import LLM, RequestOutput, SamplingParams
+
 from .reference import reference_greedy, reference_logits
 
 # Options of the engine in most tests: graphs of 1, 2, 4, 8 and 16 tokens. Engines of equal shapes share kernels
 ENGINE = {"dtype": "float32", "max_model_len": 128, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
+
+
+def greedy(num_tokens: int, /, **fields: Any) -> SamplingParams:
+  """Return parameters for exactly `num_tokens` greedy tokens."""
+  return SamplingParams(**{"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True, **fields})
+
+
+def sampled(num_tokens: int, /, seed: int = 0, **fields: Any) -> SamplingParams:
+  """Return parameters for exactly `num_tokens` sampled tokens."""
+  return greedy(num_tokens, **{"temperature": 0.9, "seed": seed, **fields})
+
+
+def tokens(ids: Iterable[int]) -> dict[str, list[int]]: return {"prompt_token_ids": list(ids)}
+def ids_of(output: RequestOutput) -> list[int]: return output.outputs[0].token_ids
+
+
+def prompt(length: int, *salt: Any) -> list[int]:
+  """Return random ids of words, different for each salt; none is 0."""
+  rng = random.Random(str(salt or (0,)))
+  return [rng.randrange(259, 320) for _ in range(length)]
 
 
 def token_rows(positions: Any, slots: Any, blocks: Any) -> np.ndarray:
@@ -41,7 +64,6 @@ class LogitsRecorder:
 
   def generate(self, ids: list[int], n: int) -> tuple[list[int], np.ndarray]:
     """Return the next n greedy ids of a single request, and their logits, (n, V)."""
-    from tinyvllm import SamplingParams
     engine, out, params = self.engine, [], SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
     engine.add_request("logits", {"prompt_token_ids": ids}, params)
     while engine.has_unfinished_requests():
@@ -53,7 +75,6 @@ class LogitsRecorder:
 
 def check_logits(model: Any, folder: Any, ids: list[int], n: int = 8, atol: float = 1e-4, **options: Any) -> Any:
   """Check that n greedy ids and their logits equal the reference with the weights in `folder`. Return the engine."""
-  from tinyvllm import LLM
   engine = LLM(model, **{**ENGINE, **options})
   out, logits = LogitsRecorder(engine).generate(ids, n)
   assert out == reference_greedy(folder, ids, n)

@@ -7,9 +7,8 @@ import pytest
 from tinyvllm_extra.sampling.speculation import Drafter, NGramDrafter
 
 from .data import read_data
-from .engines import assert_same_outputs
+from .engines import assert_same_outputs, greedy
 from .models import VOCAB
-from .requests import greedy
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 METRICS = ["spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"]

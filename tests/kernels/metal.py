@@ -97,7 +97,7 @@ def render_kernels() -> list[Kernel]:
   from tinygrad.uop.ops import Ops
 
   import tinyvllm
-  from helpers.requests import greedy, tokens
+  from helpers.engines import greedy, tokens
   from tinyvllm import LLM
   from tinyvllm_extra.kernels import graphs
   graphs.CAPTURE_THRESHOLD = 0   # capture each graph instead of running a larger one

@@ -12,12 +12,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers.data import read_data
-from helpers.engines import assert_same_outputs, check_invariants, run_to_end
+from helpers.engines import assert_same_outputs, check_invariants, greedy, ids_of, run_to_end, tokens
 from helpers.fake_device import gumbel_noise
 from helpers.models import tiny_model
 from helpers.quantized_models import quantized_model
 from helpers.reference import changed, log_softmax, quantize_kv, reference_logits, reference_sampling_mask
-from helpers.requests import greedy, ids_of, tokens
 from helpers.speculation import check_same
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.engine.realize import get_call_arg_uops

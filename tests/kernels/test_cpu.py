@@ -7,10 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from helpers.commands import run_process
-from helpers.engines import ENGINE
+from helpers.engines import ENGINE, greedy
 from helpers.kernels import on_device
 from helpers.parameters import slow
-from helpers.requests import greedy
 from tinygrad import Context, Device, Tensor, TinyJit, dtypes
 from tinygrad.engine.realize import get_graph_runtime
 

@@ -5,9 +5,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from helpers.engines import ENGINE
+from helpers.engines import ENGINE, greedy, ids_of, prompt, tokens
 from helpers.reference import reference_greedy
-from helpers.requests import greedy, ids_of, prompt, tokens
 from tinygrad import Tensor, UOp, helpers
 from tinygrad.uop.ops import KernelInfo, Ops
 

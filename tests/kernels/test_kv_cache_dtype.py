@@ -4,9 +4,8 @@ import math
 import random
 
 import pytest
-from helpers.engines import ENGINE
+from helpers.engines import ENGINE, greedy, ids_of, tokens
 from helpers.models import VOCAB, tiny_config, tiny_model
-from helpers.requests import greedy, ids_of, tokens
 from tinygrad import dtypes
 
 from tinyvllm import LLM

@@ -6,15 +6,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers.commands import error_line, process
+from helpers.commands import error_line, flags, process
 from helpers.data import read_data
-from helpers.engines import check_invariants
+from helpers.engines import check_invariants, greedy, ids_of, prompt, tokens
 from helpers.faults import finish_broken
 from helpers.models import random_weights, tiny_config, tiny_model, write_safetensors
 from helpers.parameters import slow
 from helpers.quantized_models import FORMATS, SIZES, is_projection, quantized_model
 from helpers.reference import log_softmax, reference_greedy, reference_logits
-from helpers.requests import flags, greedy, ids_of, prompt, tokens
 from helpers.speculation import CASES as SPECULATION_CASES, NGRAM, always_draft, check_same
 from tinygrad import Device, dtypes, nn
 from tinygrad.runtime.autogen import cuda

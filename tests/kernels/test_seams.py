@@ -1,7 +1,6 @@
 """Seams of the core: an object with exactly the members of the core's own class works with the extension's backend."""
-from helpers.engines import ENGINE
+from helpers.engines import ENGINE, greedy, ids_of, prompt, tokens
 from helpers.reference import reference_greedy
-from helpers.requests import greedy, ids_of, prompt, tokens
 from tinygrad import Device, TinyJit
 
 from tinyvllm import Parts, llama

@@ -1,7 +1,6 @@
 """Captured steps on disk: a later engine restores them, and only if nothing that determines them has changed."""
 import pytest
-from helpers.engines import ENGINE
-from helpers.requests import greedy, prompt, tokens
+from helpers.engines import ENGINE, greedy, prompt, tokens
 from tinygrad import helpers
 from tinygrad.engine import realize
 

@@ -5,11 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.data import read_data
-from helpers.engines import LogitsRecorder, check_logits
+from helpers.engines import LogitsRecorder, check_logits, greedy, ids_of, prompt, tokens
 from helpers.models import VARIANTS, tiny_model
 from helpers.parameters import mark_slow_except, slow
 from helpers.record_models import DATA, MODELS, NUM_TOKENS, OPTIONS, make_prompts, make_weights, read, write_model
-from helpers.requests import greedy, ids_of, prompt, tokens
 from tinygrad import dtypes, nn
 
 import tinyvllm

@@ -10,7 +10,7 @@ from helpers.agents import SCRIPT, TEMPLATE
 from helpers.data import DATA, read_data
 from helpers.engines import ENGINE
 from helpers.models import tiny_model
-from helpers.requests import flags
+from helpers.commands import flags
 from helpers.servers import Server
 
 # Each program's command line, the call of its tool that lists files, and its variables

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.engines import LogitsRecorder
-from helpers.requests import greedy, ids_of
+from helpers.engines import LogitsRecorder, greedy, ids_of
 
 from tinyvllm import LLM
 

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from helpers.engines import ENGINE
-from helpers.requests import flags
+from helpers.commands import flags
 from helpers.servers import LocalServer, wait_until
 from playwright.sync_api import expect, sync_playwright
 

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 from helpers.engines import ENGINE
-from helpers.requests import flags
+from helpers.commands import flags
 from helpers.servers import Server, wait_until
 
 SERVE = flags(**{**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4})

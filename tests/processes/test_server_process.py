@@ -8,7 +8,7 @@ import httpx2 as httpx
 import openai
 import pytest
 from helpers.protocol import ENDLESS, SMALL
-from helpers.requests import flags
+from helpers.commands import flags
 from helpers.servers import Server, error_of, events, wait_until
 
 

@@ -5,10 +5,9 @@ import signal
 import sys
 
 import pytest
-from helpers.commands import process, run_process, start_process
+from helpers.commands import flags, process, run_process, start_process
 from helpers.engines import ENGINE
 from helpers.models import tiny_model
-from helpers.requests import flags
 from helpers.servers import Server, wait_until
 
 from tinyvllm.config import EngineConfig

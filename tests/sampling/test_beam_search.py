@@ -1,10 +1,9 @@
 """LLM.beam_search, compared with a naive beam search on a plain numpy LLaMA."""
 import numpy as np
 import pytest
-from helpers.engines import ENGINE, assert_all_blocks_freed
+from helpers.engines import ENGINE, assert_all_blocks_freed, greedy, prompt, tokens
 from helpers.models import tiny_model
 from helpers.reference import log_softmax, reference_greedy, reference_logits
-from helpers.requests import greedy, prompt, tokens
 
 from tinyvllm import LLM, BeamSearchParams
 

@@ -4,12 +4,11 @@ import dataclasses
 import itertools
 
 import pytest
-from helpers.engines import ENGINE, check_invariants
+from helpers.engines import ENGINE, check_invariants, greedy, ids_of, prompt, sampled, tokens
 from helpers.faults import PLACES, finish_broken
 from helpers.models import tiny_model
 from helpers.parameters import slow
 from helpers.reference import reference_greedy
-from helpers.requests import greedy, ids_of, prompt, sampled, tokens
 from helpers.speculation import (CASES, NGRAM, NO_DRAFTS, Counts, Oracle, add_outputs, always_draft,
                                  check_equal_to_plain, check_same)
 

@@ -3,11 +3,10 @@ probabilities. The engine is compared with plain numpy."""
 import numpy as np
 import pytest
 from helpers.data import read_data
-from helpers.engines import ENGINE
+from helpers.engines import ENGINE, greedy, ids_of, sampled, tokens
 from helpers.models import tiny_model
 from helpers.reference import (END, N, SPM, changed, encodings, end_ids, log_softmax, reference_greedy,
                                reference_logits)
-from helpers.requests import greedy, ids_of, sampled, tokens
 from helpers.tokenizers import byte_level_bpe
 
 from tinyvllm import LLM, Logprob

@@ -3,8 +3,7 @@ A fake model hashes a step's inputs and the content of its blocks into the next 
 block table changes the output."""
 
 import pytest
-from helpers.engines import check_invariants, run_to_end
-from helpers.requests import greedy, ids_of, prompt, sampled, tokens
+from helpers.engines import check_invariants, greedy, ids_of, prompt, run_to_end, sampled, tokens
 from helpers.speculation import NGRAM, PER_POSITION, Counts, always_draft
 
 

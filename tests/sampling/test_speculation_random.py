@@ -9,7 +9,7 @@ from helpers.faults import Failed, break_steps, step
 from helpers.hash_model import HalfRightModel, HashDevice, HashModel
 from helpers.models import VOCAB
 from helpers.parameters import slow
-from helpers.requests import prompt, tokens
+from helpers.engines import prompt, tokens
 from helpers.speculation import (Counts, Oracle, always_draft, check_preemptions)
 
 from tinyvllm import LLM, SamplingParams

@@ -7,10 +7,9 @@ import jsonschema
 import numpy as np
 import pytest
 from helpers.data import read_data
-from helpers.engines import ENGINE, assert_same_outputs
+from helpers.engines import ENGINE, assert_same_outputs, tokens
 from helpers.models import VOCAB, tiny_model
 from helpers.reference import SPM, changed, reference_logits
-from helpers.requests import tokens
 from helpers.tokenizers import byte_level_bpe
 
 from tinyvllm import LLM, SamplingParams, StructuredOutputsParams

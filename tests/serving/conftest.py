@@ -3,7 +3,7 @@
 import pytest
 from helpers.models import tiny_model
 from helpers.protocol import CHAT, SMALL
-from helpers.requests import flags
+from helpers.commands import flags
 from helpers.servers import LocalServer, checked
 
 from tinyvllm import LLM

@@ -12,9 +12,8 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from helpers.commands import PYTHONPATH, error_line, run_command
+from helpers.commands import PYTHONPATH, error_line, flags, run_command
 from helpers.protocol import SMALL, chat_prompt
-from helpers.requests import flags
 from helpers.servers import wait_until
 
 from tinyvllm import SamplingParams

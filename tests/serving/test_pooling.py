@@ -8,11 +8,11 @@ from unittest.mock import ANY
 
 import numpy as np
 import pytest
-from helpers.engines import ENGINE, check_invariants
+from helpers.engines import ENGINE, check_invariants, tokens
 from helpers.invalid_requests import check_refused, refused_requests
 from helpers.models import load, tiny_model, write_safetensors
 from helpers.reference import reference_logits
-from helpers.requests import flags, tokens
+from helpers.commands import flags
 from helpers.servers import LocalServer, checked
 from helpers.tokenizers import SPECIALS, byte_level_bpe
 from tokenizers import Tokenizer, processors

@@ -6,7 +6,7 @@ import re
 import pytest
 from helpers.data import read_data
 from helpers.protocol import SMALL, answer
-from helpers.requests import flags
+from helpers.commands import flags
 from helpers.servers import LocalServer, checked, error_of, stream
 
 from tinyvllm import SamplingParams

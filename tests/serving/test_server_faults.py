@@ -4,7 +4,7 @@ import sys
 
 import pytest
 from helpers.protocol import ENDLESS, MESSAGES
-from helpers.requests import flags
+from helpers.commands import flags
 from helpers.servers import LocalServer, error_of, stream, wait_until
 
 from tinyvllm import LLM

@@ -8,7 +8,7 @@ import httpx2 as httpx
 import openai
 import pytest
 from helpers.protocol import ENDLESS, KEY, MESSAGES, SMALL, running_request
-from helpers.requests import flags
+from helpers.commands import flags
 from helpers.servers import LocalServer, error_of, wait_until
 
 from tinyvllm_extra.cli import main

@@ -6,7 +6,7 @@ import pytest
 from helpers.agents import HERMES, NO_TAGS, SMALL, WEATHER, start
 from helpers.models import tiny_model
 from helpers.protocol import answer
-from helpers.requests import flags
+from helpers.commands import flags
 from helpers.servers import LocalServer, checked, error_of, stream
 from tinyvllm_extra.text.parsers import find_format
 from tinyvllm_extra.serving.protocol import ChatCompletionRequest, escapes_of, tools_of
