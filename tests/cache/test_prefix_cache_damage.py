@@ -7,11 +7,14 @@ import shutil
 from unittest.mock import patch
 
 import pytest
+from helpers.data import read_data
 from helpers.engines import ENGINE, check_invariants, prompt
 from helpers.prefix_cache import BS, check_refused, contents, header_of, restart, run, state, with_metadata
 
 from tinyvllm import LLM
 from tinyvllm_extra.cache import prefix_cache
+
+REFUSED = read_data("refused_prefix_caches.json")
 
 
 # Errors
@@ -24,9 +27,7 @@ def test_load_file_of_model_with_one_changed_norm_raises(folder, tmp_path, file)
   check_refused(LLM(tmp_path / "tuned", **ENGINE), file, "model ", "remove it")
 
 
-@pytest.mark.parametrize("options, part", [
-  ({"block_size": 8}, "block_size '4', here '8'"), ({"dtype": "float16"}, "dtype 'float', here 'half'"),
-  ({"quantization": "int8"}, "quantization 'None', here 'int8'"), ({"model": True}, "draft model None, here")], ids=str)
+@pytest.mark.parametrize("options, part", REFUSED["engines"], ids=str)
 def test_load_file_with_other_block_layout_raises(folder, file, options, part):
   if "model" in options: options = {"speculative_config": {"model": folder, "num_speculative_tokens": 2}}
   check_refused(LLM(folder, **{**ENGINE, **options}), file, part, *["parts "] * ("speculative_config" in options))
@@ -37,10 +38,7 @@ def test_load_with_ngram_drafts_loads_all_blocks(folder, file, saved):
   assert new.load_prefix_cache(file) == len(saved[1])
 
 
-@pytest.mark.parametrize("changes, part", [
-  ({"format": "0"}, "format '0', here '1'"), ({"tensor_parallel_size": "2"}, "tensor_parallel_size '2', here '1'"),
-  ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8'"), ({"parts": "4 of half (2, 8, 4)"}, "parts '4 of half"),
-  ({"more": "1"}, "do not fit this engine")])
+@pytest.mark.parametrize("changes, part", REFUSED["metadata"])
 def test_load_file_of_other_format_raises(engine, file, changes, part):
   with_metadata(file, **changes)
   check_refused(engine, file, part)

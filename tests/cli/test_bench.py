@@ -6,11 +6,13 @@ import re
 
 import pytest
 from helpers.commands import FLAGS, error_line, run_command
+from helpers.data import read_data
 from helpers.servers import LocalServer, checked
 from safetensors.numpy import load_file
 
 from tinyvllm_extra.cli import bench
 
+COMMANDS = read_data("command_lines.json")
 LOAD = "--random-input-len", 8, "--random-output-len", 5
 
 
@@ -76,12 +78,7 @@ def test_bench_serve_prints_metrics_of_the_answers_under_names_of_vllm(monkeypat
     return result
   monkeypatch.setattr(bench, "send", send)
   run = run_command("bench", "serve", *LOAD, "--num-prompts", 3, "--max-concurrency", 1)
-  assert figures(run.stdout) == {
-    "Successful requests": 2, "Failed requests": 1, "Benchmark duration (s)": 11, "Total input tokens": 16,
-    "Total generated tokens": 10, "Request throughput (req/s)": 0.18, "Output token throughput (tok/s)": 0.91,
-    "Total token throughput (tok/s)": 2.36, "Mean TTFT (ms)": 1500, "Median TTFT (ms)": 1500, "P99 TTFT (ms)": 1990,
-    "Mean TPOT (ms)": 1375, "Median TPOT (ms)": 1375, "P99 TPOT (ms)": 1987.5, "Mean ITL (ms)": 3666.67,
-    "Median ITL (ms)": 2000, "P99 ITL (ms)": 7880}
+  assert figures(run.stdout) == COMMANDS["bench metrics"]
   assert "a request failed: broken" in run.stderr
 
 
@@ -94,14 +91,7 @@ def test_bench_serve_prints_the_end_of_a_server_in_one_line(monkeypatch, error):
   assert f"no connection to a server: {error}" in error_line(run_command("bench", "serve"))
 
 
-@pytest.mark.parametrize("arguments,message", [
-  ("-p 127 -n 200", "more than max_model_len=128"), ("-r 0", "repetitions=0"), ("thruput", "mode='thruput' must be"),
-  ("--request-rate 3", "request_rate: not a flag of `tinyvllm bench`"),
-  ("throughput --random-input-len 200", "200 prompt tokens and 128 output tokens are more than max_model_len=128"),
-  ("throughput --request-rate 3", "request_rate: not a flag of `tinyvllm bench throughput`"),
-  ("serve --dtype float32", "dtype: not a flag of `tinyvllm bench serve`"), ("serve -p 3", "n_prompt"),
-  ("serve --base-url http://127.0.0.1:9", "no connection to a server: "),
-  ("serve --base-url URL --random-input-len 200", "maximum context length")])
+@pytest.mark.parametrize("arguments,message", COMMANDS["bench errors"])
 def test_bench_prints_errors_in_one_line(server, words_folder, arguments, message):
   words = arguments.replace("URL", server.url).split()
   model = [] if words[0] == "serve" else ["--model", words_folder, *FLAGS]

@@ -6,11 +6,11 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 from helpers.commands import CHAT, FLAGS, PYTHONPATH, error_line, parse_command, run_command, run_process
+from helpers.data import read_data
 from helpers.engines import ENGINE, greedy, tokens
 from helpers.models import tiny_model
 from tinygrad.device import CompileError
@@ -23,7 +23,7 @@ from tinyvllm_extra.packages import MissingPackage, optional
 
 # sampling: flags and fields of SamplingParams. refused: words of the message by command line. unknown: command lines
 # with unknown or abbreviated flags
-COMMANDS = json.loads((Path(__file__).parents[1] / "data/command_lines.json").read_text())
+COMMANDS = read_data("command_lines.json")
 
 
 def generated(folder, *options):
@@ -210,10 +210,7 @@ def test_expected_error_is_one_line_and_exit_code_1_or_130(monkeypatch, error):
   assert (run.returncode, run.stderr, run.stdout) == (*expected, "")
 
 
-@pytest.mark.parametrize("command,module,extra", [
-  ("chat", "jinja2.sandbox", "hf"), ("serve", "tinyvllm_extra.cli.serve", "server"),
-  ("doctor", "tinyvllm_extra.cli.doctor", "cpu"),
-  ("completion", "tinyvllm_extra.cli.completion", "completion"), ("list", "huggingface_hub", "hf")])
+@pytest.mark.parametrize("command,module,extra", COMMANDS["missing packages"])
 def test_missing_package_error_names_its_extra(chat_folder, monkeypatch, command, module, extra):
   monkeypatch.setitem(sys.modules, module, None)
   options = {"chat": ["--model", chat_folder, *FLAGS], "completion": ["bash"]}.get(command, [])

@@ -107,10 +107,7 @@ def defaults_folder(tmp_path_factory):
   return folder
 
 
-@pytest.mark.parametrize("options,fields", [
-  ({}, DEFAULTS), ({"generation_config": "vllm"}, {}),
-  ({"override_generation_config": {"temperature": 0.5, "max_new_tokens": 3}},
-   {**DEFAULTS, "temperature": 0.5, "max_tokens": 3})])
+@pytest.mark.parametrize("options,fields", VLLM["sampling defaults"])
 def test_generation_config_and_its_override_set_sampling_defaults(defaults_folder, options, fields):
   first, second = (LLM(defaults_folder, **ENGINE, **options) for _ in range(2))
   assert first.get_default_sampling_params() == SamplingParams(**fields)

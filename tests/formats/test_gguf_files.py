@@ -7,6 +7,7 @@ import gguf
 import numpy as np
 import pytest
 from helpers.commands import flags, run_command
+from helpers.data import read_data
 from helpers.engines import ENGINE
 from helpers.gguf_files import read_matrices, write_gguf
 from helpers.models import tiny_model
@@ -16,6 +17,8 @@ from tinyvllm_extra.formats.checkpoints import open_checkpoint
 from tinyvllm_extra.packages import MissingPackage
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512}   # blocks have up to 256 inputs
+# Arguments of write_gguf, with a number of tokens and shapes of tensors (None: missing), and parts of the message
+REFUSED = read_data("refused_gguf.json")
 
 
 # Invalid files
@@ -43,19 +46,10 @@ def test_gguf_without_tokenizers_raises_with_extra(tmp_path, monkeypatch):
   load(write_gguf(path, folder, tokenizer="llama"))   # sentencepiece needs no package
 
 
-@pytest.mark.parametrize("options,parts", [
-  *[({"metadata": {"general.architecture": x}}, [x, "llama, qwen2, qwen3"]) for x in ("gpt2", "mamba")],
-  *[({"kinds": {"ffn_up": x}}, ["blk.0.ffn_up.weight", x, "Q4_0, Q4_1", "Q2_K, Q3_K", "IQ4_NL, IQ4_XS"])
-    for x in ("IQ3_S", "TQ1_0")],
-  ({"metadata": {"tokenizer.ggml.pre": "poro-chat"}}, ["tokenizer.ggml.pre", "poro-chat", "llama-bpe"]),
-  ({"tokenizer": "bert"}, ["tokenizer.ggml.model", "bert", "gpt2, llama"]),
-  ({"tokens": ["a"] * 400}, ["400 tokens", " 320"]), ({"merges": ["a missing"]}, ["vocabulary", "gpt2"]),
-  ({"tensors": {"blk.1.ffn_up.weight": None}}, ["blk.1.ffn_up.weight", " missing"]),
-  ({"tensors": {"blk.0.attn_q.weight": np.zeros((8, 256))}}, ["blk.0.attn_q.weight", "8 rows", " 256"]),
-  *[({"tensors": {x: np.zeros(256)}}, [f"tensor {x}", "attn_q"]) for x in ("foo", "blk.0.ffn_gate_exps.weight")],
-  *[({"metadata": {"split.no": x, "split.count": y}}, [f"split.no={x}", f"split.count={y}"])
-    for x, y in ((5, 3), (0, 2**30))]])
+@pytest.mark.parametrize("options,parts", REFUSED)
 def test_unsupported_or_wrong_content_raises_with_value(tmp_path, options, parts):
+  tensors = {name: shape and np.zeros(shape) for name, shape in options.get("tensors", {}).items()}
+  options = {**options, "tensors": tensors, "tokens": ["a"] * options.get("tokens", 0)}
   path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf", **WIDE), **options)
   check_refused(path, *parts)
 

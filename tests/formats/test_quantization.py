@@ -29,6 +29,7 @@ from tinyvllm_extra.formats.quantization import (COMPRESSED, Quantized, dequanti
 from tinyvllm_extra.formats.checkpoints import open_checkpoint
 
 PROMPT = [5, 17, 99, 250, 31]
+REFUSED = read_data("refused_quantization.json")
 KEY = "model.layers.1.mlp.down_proj."
 
 
@@ -181,7 +182,7 @@ def test_config_that_contradicts_the_shapes_is_refused(tmp_path, field, value, a
   with pytest.raises(InputError, match=f"{field}={value}, but .* has {actual}"): load_model(folder)
 
 
-@pytest.mark.parametrize("text,config", read_data("unsupported_quantization.json").items())
+@pytest.mark.parametrize("text,config", REFUSED["unsupported"].items())
 def test_unsupported_quantization_config_raises_with_supported_methods(text, config):
   """Marlin's matrices are permuted."""
   with pytest.raises(InputError, match=f"^quantization_config.*{text}.* is not supported: .*awq .*gptq .*compressed"):
@@ -211,10 +212,7 @@ def test_describe_mixed_groups_names_both():
   assert describe({"quant_method": "fp8"}) == "fp8"
 
 
-@pytest.mark.parametrize("model,option,message", [
-  ("gptq", "int3", "int8, int4, awq"), *[("gptq", x, "gptq: use 'gptq' or ") for x in ("int4", "awq")],
-  *[("float", x, "does not match .*/float, which is not quantized: use 'int8', 'int4' or ")
-    for x in ("awq", "fp8", "bitsandbytes", "gguf")]])
+@pytest.mark.parametrize("model,option,message", REFUSED["options"])
 def test_quantization_option_invalid_or_conflicting_raises(tmp_path, model, option, message):
   quantized, plain = quantized_model(tmp_path, "gptq")
   with pytest.raises(InputError, match=f"^quantization='{option}'.*{message}"):

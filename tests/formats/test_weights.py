@@ -150,10 +150,7 @@ def test_model_path_with_tilde_is_expanded(tmp_path, monkeypatch):
   check_logits("~/model", folder, IDS)
 
 
-@pytest.mark.parametrize("options,message", [
-  ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 .*1: Backend"),
-  ({"quantization": "int8"}, "quantization='int8' .*None: Backend"),
-  ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' must be 'auto'")])
+@pytest.mark.parametrize("options,message", REFUSED["core options"])
 def test_core_backend_option_of_the_extension_raises(tmp_path, options, message):
   folder = tiny_model(tmp_path)
   with pytest.raises(InputError, match=message): LLM(folder, backend=Backend(), **AUTO, **options)

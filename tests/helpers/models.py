@@ -10,28 +10,15 @@ import numpy as np
 import sentencepiece
 from safetensors import deserialize
 
+from .data import read_data
+
 
 VOCAB = 320
 CORPUS = ["the cat sat on the mat and the dog ran to the red house", "hello world, this is a small model of a language",
           "one two three four five six seven eight nine ten", "where there is a will there is a way, they say",
           "numbers: 0 1 2 3 4 5 6 7 8 9!"]
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 64}
-VARIANTS = {   # fields of config.json
-  "LLaMA": {},
-  "tied": {"tie_word_embeddings": True},
-  "no grouped KV heads": {"num_key_value_heads": None},
-  "one KV head of 16": {"num_key_value_heads": 1, "head_dim": 16},
-  "all biases": {"attention_bias": True, "mlp_bias": True},
-  "rope llama3": {"rope_scaling": LLAMA3, "rope_theta": 500.0},
-  "rope linear": {"rope_scaling": {"type": "linear", "factor": 4.0}},
-  "rope_parameters": {"rope_parameters": {**LLAMA3, "rope_theta": 300.0}, "rope_theta": None},
-  "Mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
-  "Qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
-  "Qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 12},
-  "odd sizes": {"hidden_size": 36, "head_dim": 6, "num_attention_heads": 6, "num_key_value_heads": 3,
-                "intermediate_size": 50, "vocab_size": 333, "num_hidden_layers": 3, "rms_norm_eps": 0.1}}
+VARIANTS = read_data("model_variants.json")   # fields of config.json
 NUMPY = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": "i1", "I32": "<i4", "I64": "<i8"}
 # architecture -> (q, k and v have biases; o has a bias; q and k have norms); None: config.json's attention_bias
 KINDS = {"LlamaForCausalLM": (None, None, False), "MistralForCausalLM": (False, False, False),

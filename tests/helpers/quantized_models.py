@@ -72,28 +72,15 @@ def compressed(bits, form="pack-quantized", **weights):
     "group_0": group | {"format": form, "weights": group["weights"] | {"num_bits": bits, **weights}}}}
 
 
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
-# Name: quantization_config, function that writes a matrix, bits, group size (0: all inputs), symmetric
-FORMATS = {
-  "awq": (AWQ, awq, 4, 32, False),
-  "gptq": (GPTQ, gptq, 4, 32, False),
-  "gptq, symmetric": (GPTQ, gptq, 4, 32, True),
-  "gptq, one group": (GPTQ | {"group_size": -1}, gptq, 4, 0, True),
-  "gptq, int8": (GPTQ | {"bits": 8}, gptq, 8, 32, False),
-  "gptq, 2 bits": (GPTQ | {"bits": 2}, gptq, 2, 32, False),
-  "gptq, 3 bits": (GPTQ | {"bits": 3, "desc_act": True}, gptq, 3, 32, False),
-  "gptq, act-order": (GPTQ | {"desc_act": True}, gptq, 4, 32, False),
-  "gptq v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, gptq, 4, 32, False),
-  "gptq v2, 3 bits": (GPTQ | {"bits": 3, "checkpoint_format": "gptq_v2"}, gptq, 3, 32, False),
-  "compressed-tensors": (compressed(4), compressed_tensors, 4, 32, True),
-  "compressed-tensors, zero points": (compressed(4, symmetric=False), compressed_tensors, 4, 16, False),
-  "compressed-tensors, packed int8": (compressed(8), compressed_tensors, 8, 32, True),
-  "compressed-tensors, int8 per channel": (compressed(8, "int-quantized"), compressed_tensors, 8, 0, True),
-  "compressed-tensors, int8 per group": (compressed(8, "int-quantized"), compressed_tensors, 8, 16, True),
-  "compressed-tensors, int8, zero points": (
-    compressed(8, "int-quantized", symmetric=False), compressed_tensors, 8, 32, False),
-  "compressed-tensors, act-order": (compressed(4, actorder="group"), compressed_tensors, 4, 32, True)}
+WRITERS = {"awq": awq, "gptq": gptq, "compressed_tensors": compressed_tensors}
+CONFIGS = {"awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+           "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}}
+# quantization_config, function that writes a matrix, bits, group size (0: all inputs), symmetric
+FORMATS: dict[str, tuple[Any, ...]] = {}
+for name, (method, fields, bits, *others) in read_data("quantized_formats.json").items():
+  config = CONFIGS[method] | fields if method in CONFIGS else compressed(bits, **fields)
+  FORMATS[name] = config, WRITERS[method], bits, *others
+
 
 
 def quantized_model(folder: Path, name: str, seed: int = 0) -> tuple[Path, Path]:

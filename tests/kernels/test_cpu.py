@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from helpers.commands import run_process
+from helpers.data import read_data
 from helpers.engines import ENGINE, greedy
 from helpers.kernels import on_device
 from helpers.parameters import slow
@@ -20,6 +21,7 @@ from tinyvllm_extra.kernels.graphs import CaptureThread
 from tinyvllm_extra.kernels.matmul import FastLinear, reorder
 
 pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="CPU only")
+CASES = read_data("kernel_cases.json")
 SIZE, DEPTH = 1024, 8   # two rows of this size are split among cores
 
 
@@ -189,12 +191,9 @@ def test_unsupported_dtype_is_replaced_with_one_warning(
   assert len(warnings) == bool(replacement) and all(re.search(rf"\b{replacement}\b", text) for text in warnings)
 
 
-@pytest.mark.parametrize(("cc", "path", "compiler"), [
-  ("/opt/clang-19", "path", "/opt/clang-19"), ("/usr/bin/gcc-13", "path", "path/clang"), ("", "path", "path/clang"),
-  (None, "", "environment/clang"), ("x86_64-linux-gnu-gcc", "", "environment/clang"),
-  ("/opt/gcc-toolset/bin/clang", "", "/opt/gcc-toolset/bin/clang"),
-  ("gcc", "nowhere", None), ("echo", "nowhere", None)])   # prepare_device sets CC to echo if there is no compiler
+@pytest.mark.parametrize(("cc", "path", "compiler"), CASES["compilers"])
 def test_find_compiler_prefers_cc_except_gcc_then_clang(monkeypatch, tmp_path, cc, path, compiler):
+  """prepare_device sets CC to echo if there is no compiler."""
   for name in ("path", "environment"):
     (tmp_path / name).mkdir()
     if path != "nowhere": (tmp_path / name / "clang").touch(0o755)

@@ -26,6 +26,8 @@ from tinyvllm_extra.kernels.matmul import FastLinear
 from tinyvllm_extra.kernels.parallel import check_peers, device_names
 from tinyvllm_extra.formats.quantization import dequantize, quantize
 
+KERNEL_CASES = read_data("kernel_cases.json")
+
 pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="the number of other devices is fixed")
 
 # Steps of four tokens: longer prompts of PROMPTS are prefilled in chunks, together with decodes of shorter ones
@@ -52,7 +54,7 @@ def check(model, count, reference=None, prompts=PROMPTS, **options):
 
 BIASES = {"attention_bias": True, "mlp_bias": True}
 WIDE = {"hidden_size": 48, "head_dim": 8, "num_attention_heads": 12, "intermediate_size": 96, "vocab_size": 324}
-MODELS = read_data("kernel_cases.json")["split models"]   # config, number of devices
+MODELS = KERNEL_CASES["split models"]   # config, number of devices
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -242,11 +244,7 @@ def test_two_devices_hold_twice_the_blocks_of_one(folder, monkeypatch):
 
 # errors
 
-@pytest.mark.parametrize("config,count,valid_counts", [
-  ({"num_key_value_heads": 1}, 2, "1"), ({"num_key_value_heads": 2}, 4, "1 or 2"),
-  ({"num_key_value_heads": 4, "intermediate_size": 66}, 4, "1 or 2"),
-  ({"num_attention_heads": 8, "num_key_value_heads": 8}, 3, "1 or 2 or 4 or 8")],
-  ids=["MQA", "KV heads", "MLP", "heads"])
+@pytest.mark.parametrize("config,count,valid_counts", KERNEL_CASES["indivisible models"])
 def test_indivisible_model_size_raises_with_valid_counts(tmp_path, config, count, valid_counts):
   config = tiny_config(**config)
   sizes = {x: config[x] for x in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}

@@ -20,6 +20,8 @@ from tinyvllm_extra.models import find_model
 from tinyvllm_extra.models.ropes import scaled_rope_table
 from tinyvllm_extra.models.table import text_config
 
+CONFIGS = read_data("model_configs.json")
+
 CORE = "gemma2", "gpt2", "granite", "phi3_long"   # together, all options except experts and sinks
 
 
@@ -102,7 +104,7 @@ def config_of(name, remove=(), **fields):
   return options, np.stack([scaled_rope_table(config, rope, 64).numpy() for rope in config.ropes])
 
 
-@pytest.mark.parametrize("name,fields", read_data("model_configs.json")["older"])
+@pytest.mark.parametrize("name,fields", CONFIGS["older"])
 def test_older_config_equals_newer(name, fields):
   """Before transformers 5, RoPE of windows had a field of its own or none, and layer_types was missing."""
   older, older_tables = config_of(name, ("rope_parameters", "layer_types"), **fields)
@@ -156,9 +158,7 @@ def test_estimated_weights_equal_loaded_ones(tmp_path, monkeypatch, name):
   assert sizes["int8"] == sizes[None] - matrices + int(matrices / 32 * fit.QUANTIZED["int8"])
 
 
-@pytest.mark.parametrize("field,value", [
-  ("activation_function", "relu"), ("scale_attn_weights", False), ("scale_attn_by_inverse_layer_idx", True),
-  ("add_cross_attention", True), ("quantization_config", {"quant_method": "gptq", "bits": 4})])
+@pytest.mark.parametrize("field,value", CONFIGS["unsupported GPT-2"])
 def test_gpt2_unsupported_value_raises(tmp_path, field, value):
   with pytest.raises(InputError, match=f"{field}=.* for GPT-2"):
     LLM(write_model(tmp_path, "gpt2", **{field: value}), **OPTIONS)

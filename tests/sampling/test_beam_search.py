@@ -1,6 +1,7 @@
 """LLM.beam_search, compared with a naive beam search on a plain numpy LLaMA."""
 import numpy as np
 import pytest
+from helpers.data import read_data
 from helpers.engines import ENGINE, assert_all_blocks_freed, greedy, prompt, tokens
 from helpers.models import tiny_model
 from helpers.reference import log_softmax, reference_greedy, reference_logits
@@ -8,16 +9,14 @@ from helpers.reference import log_softmax, reference_greedy, reference_logits
 from tinyvllm import LLM, BeamSearchParams
 
 BS = ENGINE["block_size"]
-NAN = float("nan")
+CASES = read_data("beam_search.json")
 # The vocabulary has 7 tokens: a beam of ten exceeds it
 BEAM = {**ENGINE, "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs
 ENDS = {"end token": {2}, "no end token": set()}
 # Prompts for which some of the best sequences are finished, and for which it does not matter when a search removes
-# finished sequences from the beam. Compared scores differ by at least 2e-3
-NARROW_PROMPTS = {
-  "end token": [[1, 6, 5], [4, 4, 6, 6], [4, 6, 5, 6, 6], [6, 5, 5, 5, 6, 6, 3], [4, 6, 4, 1, 6, 3, 3, 1],
-                [5, 3, 1, 1, 3, 1]],   # one of the two best tokens is the end token
-  "no end token": [[5, 5, 1], [4, 3, 4, 5], [3, 1, 5, 5, 1], [1, 1, 3, 4, 6, 6, 4], [3, 5, 5, 6, 4, 5, 1, 5]]}
+# finished sequences from the beam. Compared scores differ by at least 2e-3. One of the two best tokens after the last
+# prompt is the end token
+NARROW_PROMPTS = CASES["prompts"]
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +128,9 @@ def test_beam_search_within_stream_is_equal(llms, folders):
 def test_no_prompts_gives_no_outputs(words_llm): assert words_llm.beam_search([], BeamSearchParams(2, 3)) == []
 
 
-@pytest.mark.parametrize("options", [
-  *({"beam_width": x} for x in (0, -1, 11, 1.5, "2", None, True)),
-  *({"max_tokens": x} for x in (0, -1, 1.5, "3", None)),
-  *({"length_penalty": x} for x in ("1", None, NAN)),
-  *({"temperature": x} for x in (0.7, "0")), {"ignore_eos": 1}, {"include_stop_str_in_output": True}], ids=str)
-def test_invalid_params_raise_with_name_and_value(options):
-  (name, value), = options.items()
-  with pytest.raises(ValueError) as e: BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, **options})
+@pytest.mark.parametrize("name,value", CASES["invalid"])
+def test_invalid_params_raise_with_name_and_value(name, value):
+  with pytest.raises(ValueError) as e: BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, name: value})
   assert name in str(e.value) and repr(value) in str(e.value), str(e.value)
   if name == "beam_width" and type(value) is int: assert "1 and 10" in str(e.value)
 

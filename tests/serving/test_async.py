@@ -6,6 +6,7 @@ import gc
 import threading
 
 import pytest
+from helpers.data import read_data
 from helpers.engines import check_invariants
 from helpers.protocol import SMALL
 from helpers.servers import wait_until
@@ -14,6 +15,7 @@ from tinyvllm import SamplingParams, runner
 from tinyvllm_extra.serving.async_engine import AsyncLLM
 from tinyvllm_extra.serving.async_engine import StepError
 
+CASES = read_data("server_cases.json")
 LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
 PROMPTS = ["the cat", "hello world, this", "one two three", "where there is a will", "numbers: 0 1", "the dog ran"]
 
@@ -98,10 +100,7 @@ async def until(condition):
     while not condition(): await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("fields", [
-  {"temperature": 0.0, "max_tokens": 12}, {"seed": 5, "max_tokens": 12, "n": 3}, {"temperature": 0.0, "max_tokens": 1},
-  {"temperature": 0.0, "max_tokens": 6, "logprobs": 2}, {"temperature": 0.0, "max_tokens": 40, "stop": ["e", "th"]},
-  {"temperature": 0.0, "max_tokens": 12, "stop": ["e"], "include_stop_str_in_output": True}], ids=str)
+@pytest.mark.parametrize("fields", CASES["joined"], ids=str)
 def test_joined_outputs_equal_generate(llm, fields):
   params = SamplingParams(**fields)
   assert finish(collect(llm, "the cat", params)) == expected(llm, "the cat", params)

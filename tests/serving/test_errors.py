@@ -55,11 +55,7 @@ def test_sampling_params_are_frozen():
   with pytest.raises(FrozenInstanceError): SamplingParams().top_k = 5
 
 
-@pytest.mark.parametrize("free,options,message", [
-  (100_000, {}, r"^model: .*needs 0.00 GiB.*smaller model"),
-  (160_000, {}, r"gpu_memory_utilization=0.9.* 0.00 GiB.*smaller model"),
-  (220_000, {"max_model_len": 511}, r"max_model_len=511.*GiB.*gpu_memory_utilization")],
-  ids=["no weights", "weights only", "few blocks"])
+@pytest.mark.parametrize("free,options,message", INVALID["memory"])
 def test_kv_cache_without_memory_raises(folder, monkeypatch, free, options, message):
   monkeypatch.setattr("tinyvllm_extra.kernels.drivers.DriverMemory.free", lambda memory, devices: free)
   with pytest.raises(ValueError, match=message): LLM(folder, **options)

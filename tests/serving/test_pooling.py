@@ -8,6 +8,7 @@ from unittest.mock import ANY
 
 import numpy as np
 import pytest
+from helpers.data import read_data
 from helpers.engines import ENGINE, check_invariants, tokens
 from helpers.invalid_requests import check_refused, refused_requests
 from helpers.models import load, tiny_model, write_safetensors
@@ -22,6 +23,7 @@ from tinyvllm_extra.pooling.embeddings import INSTRUCTION, SCORE_PROMPT, scoring
 from tinyvllm_extra.sampling.params import Logprob
 from tinyvllm_extra.vllm_names import PoolingParams
 
+CASES = read_data("server_cases.json")
 QWEN = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "bos_token_id": None, "eos_token_id": 0}
 LAST = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
 END = SPECIALS.index("<|endoftext|>")
@@ -139,15 +141,7 @@ def test_runner_option_overrides_modules_json(folder, text_folder, llm):
     close(vectors(LLM(text_folder, **ENGINE, **options).embed(prompt)), vectors(llm.embed(prompt)))
 
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
-
-
-@pytest.mark.parametrize("files, options, message", [
-  ({"modules.json": modules("Pooling", "Dense")}, {}, "Dense.*supported: Normalize, Pooling, Transformer"),
-  ({"1_Pooling/config.json": {"pooling_mode_mean_tokens": True}}, {}, "pooling_mode_lasttoken must be true"),
-  ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size.* must be .* for an embedding model"),
-  ({}, {"speculative_config": NGRAM}, "speculative_config.* must be .* for an embedding model"),
-  ({}, {"runner": "generate"}, "lm_head"), ({}, {"runner": "x"}, "runner='x' must be one of auto, generate, pooling")])
+@pytest.mark.parametrize("files, options, message", CASES["refused embedders"])
 def test_unsupported_embedder_or_option_is_refused(tmp_path, folder, files, options, message):
   """The checkpoint has no lm_head."""
   shutil.copytree(folder, tmp_path, dirs_exist_ok=True)

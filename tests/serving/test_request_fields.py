@@ -1,6 +1,5 @@
 """Request fields of OpenAI's and vLLM's clients over HTTP: fields without effect, unknown fields, vLLM's extra fields.
 Names and formats are vLLM's (vllm/entrypoints/openai)."""
-import json
 import re
 
 import pytest
@@ -11,6 +10,7 @@ from helpers.servers import LocalServer, checked, error_of, stream
 
 from tinyvllm import SamplingParams
 
+CASES = read_data("server_cases.json")
 GREEDY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "the cat"}]
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -128,13 +128,9 @@ def test_truncate_prompt_tokens_of_chat_and_minus_1_fit_the_context(server):
 
 
 CONTINUED = [*MESSAGES, {"role": "assistant", "content": "sat on"}]
-OPEN = {"add_generation_prompt": False, "continue_final_message": True}
 
 
-@pytest.mark.parametrize("messages,options,echo,role", [
-  (CONTINUED, OPEN, "sat on", "assistant"), (CONTINUED, {}, "sat on", "assistant"),
-  (MESSAGES, {"add_generation_prompt": False}, "the cat", "user"), (MESSAGES, {}, "", "assistant")],
-  ids=["continued", "same role", "no generation prompt", "other role"])
+@pytest.mark.parametrize("messages,options,echo,role", CASES["echoed"])
 def test_chat_echo_puts_last_message_of_same_role_before_the_answer(server, messages, options, echo, role):
   plain, echoed = [chat(server, messages=messages, echo=x, **options)["message"] for x in (False, True)]
   assert echoed == {"role": role, "content": echo + plain["content"]}
@@ -159,24 +155,14 @@ def bias(llm, texts, value):
   return {"logit_bias": {str(i): value for i in range(3, 320) if llm.tokenizer.decode([i], False) in texts}}
 
 
-@pytest.mark.parametrize("options,pattern", [
-  ({"disable_any_whitespace": True}, r"\[1,1\]"), ({"whitespace_pattern": "_?"}, r"_?\[_?1_?,_?1_?\]_?"),
-  ({"disable_fallback": True}, r"\s*\[\s*1\s*,\s*1\s*\]\s*")], ids=str)
+@pytest.mark.parametrize("options,pattern", CASES["white space"], ids=str)
 def test_white_space_options_of_structured_outputs(server, llm, options, pattern):
   fields = {"ignore_eos": False, "max_tokens": 20, **bias(llm, "_ \n", 5)}
   text = complete(server, **fields, structured_outputs={"json": ARRAY, **options})["text"]
   assert re.fullmatch(pattern, text, re.DOTALL) or "fallback" in str(options)
 
 
-LEGACY = {"triggers": ["<f"], "structures": [{"begin": "<f=a>", "schema": {"enum": ["on", "off"]}, "end": "</f>"}]}
-TAG = {"begin": "<f=a>", "content": {"type": "json_schema", "json_schema": {"enum": ["on", "off"]}}, "end": "</f>"}
-FORMAT = {"type": "triggered_tags", "triggers": ["<f"], "tags": [TAG]}
-
-
-@pytest.mark.parametrize("fields", [
-  {"response_format": {"type": "structural_tag", **LEGACY}},
-  {"response_format": {"type": "structural_tag", "format": FORMAT}},
-  {"structured_outputs": {"structural_tag": json.dumps(LEGACY)}}], ids=["legacy", "new", "structured_outputs"])
+@pytest.mark.parametrize("fields", CASES["structural tags"])
 def test_structural_tag_constrains_the_content_of_tags(server, llm, fields):
   text = complete(server, ignore_eos=False, max_tokens=60, **bias(llm, ("<", "f"), 9), **fields)["text"]
   assert re.search(r"<f", text), "the trigger must occur"
@@ -185,11 +171,7 @@ def test_structural_tag_constrains_the_content_of_tags(server, llm, fields):
 
 # Other routes
 
-@pytest.mark.parametrize("fields,text", [
-  ({}, "user: the cat\nassistant: sat on\nbot: "), (OPEN, "user: the cat\nassistant: sat on"),
-  ({"chat_template_kwargs": {"mood": "happy"}}, "user: the cat\nassistant: sat on\nhappybot: "),
-  ({"add_special_tokens": True}, "<s>user: the cat\nassistant: sat on\nbot: "),
-  ({"chat_template": "{{ messages[0].content }} sat"}, "the cat sat")], ids=str)
+@pytest.mark.parametrize("fields,text", CASES["tokenized"], ids=str)
 def test_tokenize_takes_template_fields(server, fields, text):
   ids = tokenized(server, messages=CONTINUED, **fields)
   assert ids == tokenized(server, prompt=text.removeprefix("<s>"), add_special_tokens=text.startswith("<s>"))

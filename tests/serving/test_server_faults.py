@@ -3,7 +3,8 @@ import json
 import sys
 
 import pytest
-from helpers.protocol import ENDLESS, MESSAGES
+from helpers.data import read_data
+from helpers.protocol import ENDLESS
 from helpers.commands import flags
 from helpers.servers import LocalServer, error_of, stream, wait_until
 
@@ -11,6 +12,7 @@ from tinyvllm import LLM
 from tinyvllm.runner import Runner
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 
+CASES = read_data("server_cases.json")
 COMPLETIONS = "/v1/completions"
 
 
@@ -52,11 +54,7 @@ def faulty(long_folder):
 OPENAI = {"type": "InternalServerError", "param": None, "code": 500}
 
 
-@pytest.mark.parametrize("path,body,kind,error", [
-  (COMPLETIONS, {"prompt": "hello", "max_tokens": 13}, None, OPENAI),
-  ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 13}, None, OPENAI),
-  ("/v1/responses", {"input": "hello", "max_output_tokens": 13}, "response.failed", {"code": "server_error"}),
-  ("/v1/messages", {"messages": MESSAGES[1:2], "max_tokens": 13}, "error", {"type": "api_error"})])
+@pytest.mark.parametrize("path,body,kind,error", CASES["failed steps"])
 def test_failed_step_is_500_and_ends_a_stream_with_an_error_event(faulty, path, body, kind, error):
   error = {**error, "message": "a step failed: boom"}
   with faulty.stream(path, body) as response:
@@ -75,12 +73,7 @@ def test_exit_in_a_step_is_500_and_next_request_works(faulty):
   assert works(faulty) and faulty.healthy()
 
 
-@pytest.mark.parametrize("path,fields,message", [
-  ("/tokenize", {"prompt": "broken"}, "operands could not be broadcast"),
-  (COMPLETIONS, {"prompt": "broken"}, "operands could not be broadcast"),
-  (COMPLETIONS, {"prompt": "broken", "stream": True}, "operands could not be broadcast"),
-  (COMPLETIONS, {"prompt": "the cat", "max_tokens": 15}, "absent")],
-  ids=["tokenize", "tokenizer", "tokenizer of a stream", "engine"])
+@pytest.mark.parametrize("path,fields,message", CASES["internal errors"])
 def test_internal_error_is_500_with_a_logged_traceback(faulty, path, fields, message):
   before = len(faulty.log)
   error = error_of(faulty.post(path, fields), 500)
@@ -90,12 +83,7 @@ def test_internal_error_is_500_with_a_logged_traceback(faulty, path, fields, mes
   assert works(faulty)
 
 
-@pytest.mark.parametrize("path,fields,package,extra", [
-  (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "a"}}, "llguidance", "grammar"),
-  (COMPLETIONS, {"prompt": "a", "response_format": {"type": "json_object"}}, "llguidance", "grammar"),
-  ("/v1/chat/completions", {"messages": MESSAGES}, "jinja2", "hf"),
-  ("/tokenize", {"messages": MESSAGES}, "jinja2", "hf")],
-  ids=["structured_outputs", "response_format", "chat", "tokenize"])
+@pytest.mark.parametrize("path,fields,package,extra", CASES["missing packages"])
 def test_missing_optional_package_is_501_and_logged(server, monkeypatch, path, fields, package, extra):
   for name in ("llguidance", "jinja2.sandbox"): monkeypatch.setitem(sys.modules, name, None)   # not installed
   error = error_of(server.post(path, fields), 501)

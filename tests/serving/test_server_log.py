@@ -6,12 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.commands import parse_command
+from helpers.data import read_data
 from helpers.protocol import KEY, running_request
 from helpers.servers import error_of, wait_until
 
 from tinyvllm_extra.cli import serve
 from tinyvllm_extra.serving.app import AccessLog, Server, ServerConfig
 
+CASES = read_data("server_cases.json")
 COMPLETIONS, BODY = "/v1/completions", {"prompt": "the cat", "max_tokens": 4, "ignore_eos": True}
 
 
@@ -23,12 +25,7 @@ def logged(caplog):
   return lambda request_id: wait_until(lambda: line(request_id), f"a line of {request_id}")
 
 
-@pytest.mark.parametrize("method,path,body,line", [
-  ("POST", COMPLETIONS, BODY, f"{COMPLETIONS} 200 in S s, 5 prompt and 4 output tokens"),
-  ("POST", COMPLETIONS, {**BODY, "n": 2, "stream": True}, f"{COMPLETIONS} 200 in S s, 5 prompt and 8 output tokens"),
-  ("POST", COMPLETIONS, {"prompt": 5}, f"{COMPLETIONS} 400 in S s"), ("GET", "/", None, "/ 200 in S s"),
-  ("GET", "/v1/x?key=secret", None, "/v1/x 404 in S s"), ("GET", COMPLETIONS, None, f"{COMPLETIONS} 405 in S s"),
-  ("GET", "/a%0A2026 INFO%1B[31m", None, r"/a\n2026 INFO\x1b[31m 404 in S s")])
+@pytest.mark.parametrize("method,path,body,line", CASES["logged"])
 def test_request_is_logged_with_status_duration_and_tokens(server, logged, caplog, method, path, body, line):
   server.request(method, path, json=body, headers={"X-Request-Id": "mine"})
   assert re.sub(r"\d+\.\d{3}", "S", logged("mine")) == f"{method} {line}, id mine"
@@ -59,23 +56,13 @@ def test_access_log_flags_set_the_level(caplog, flags, level):
   assert [(x.getMessage()[:13], x.levelno) for x in caplog.records if "GET" in x.msg] == expected
 
 
-@pytest.mark.parametrize("options,url", [
-  ({}, "http://127.0.0.1:8123"), ({"host": "0.0.0.0"}, "http://localhost:8123"),
-  ({"host": "::", "ssl_certfile": "c"}, "https://localhost:8123"), ({"host": "::1"}, "http://[::1]:8123"),
-  ({"uds": "/s", "root_path": "/llm"}, "http://localhost/llm")])
+@pytest.mark.parametrize("options,url", CASES["addresses"])
 def test_address_is_usable_on_this_machine(options, url):
   listener = SimpleNamespace(sockets=[SimpleNamespace(getsockname=lambda: ("0.0.0.0", 8123))])
   assert Server.address(SimpleNamespace(options=ServerConfig(**options), servers=[listener])) == url
 
 
-CHAT, HINT = "/v1/chat/completions", "does not exist: did you mean {}? Set the client's base_url to {}"
-
-
-@pytest.mark.parametrize("path,status,message", [
-  *[(path, 404, HINT.format(CHAT, "URL/v1")) for path in ("/chat/completions", f"/v1{CHAT}", f"/api{CHAT}/")],
-  ("/completions", 404, HINT.format(COMPLETIONS, "URL/v1")), ("/models", 404, HINT.format("/v1/models", "URL/v1")),
-  ("/messages", 404, HINT.format("/v1/messages", "URL")), ("/v1/files", 404, "/openapi.json lists all paths"),
-  ("/v1/models", 405, "use GET"), ("/tokenize", 405, "use POST")])
+@pytest.mark.parametrize("path,status,message", CASES["hints"])
 def test_wrong_path_or_method_is_404_or_405_with_a_hint(server, path, status, message):
   response = server.request("DELETE", path)
   assert error_of(response, status)["message"].endswith(message.replace("URL", server.url))

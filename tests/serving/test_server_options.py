@@ -6,11 +6,13 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
+from helpers.data import read_data
 from helpers.protocol import running_request
 from helpers.servers import LocalServer, wait_until
 
 from tinyvllm_extra.cli import main
 
+CASES = read_data("server_cases.json")
 SMALL = ["--dtype", "float32", "--max-num-seqs", "2", "--max-num-batched-tokens", "2"]
 BODY = {"prompt": "the cat", "max_tokens": 2, "temperature": 0}
 
@@ -94,17 +96,10 @@ def test_tls_server_answers_https(folder, tmp_path):
     with pytest.raises(httpx.TransportError): httpx.get(server.url.replace("https", "http") + "/health")
 
 
-@pytest.mark.parametrize("options,words", [
-  (["/nowhere"], "model='/nowhere'"), (["--max-num-seqs", "0"], "max_num_seqs=0"),
-  (["--port", "PORT"], "host='127.0.0.1', port=PORT: Address already in use"),
-  (["--uds", "/nowhere/a.sock"], "uds='/nowhere/a.sock': /nowhere is not a folder"),
-  (["--uds", __file__], f"uds={__file__!r} exists and is not a socket"),
-  (["--ssl-certfile", "nowhere.pem"], "ssl_certfile='nowhere.pem': [Errno 2] No such file"),
-  (["--ssl-cert-reqs", "2"], "ssl_cert_reqs=2 requires ssl_certfile"),
-  (["--root-path", "llm"], "root_path='llm' must start with a slash"),
-  (["--api-key", "a", ""], "api_key=['a', ''] must not hold an empty string")], ids=str)
+@pytest.mark.parametrize("options,words", CASES["invalid options"], ids=str)
 def test_invalid_server_option_is_one_line_and_exit_code_1(server, options, words, capfd):
-  """PORT: a port in use."""
-  assert main(["serve", *(x.replace("PORT", str(server.port)) for x in options)]) == 1
+  """PORT: a port in use. FILE: an existing file."""
+  def filled(text): return text.replace("PORT", str(server.port)).replace("FILE", __file__)
+  assert main(["serve", *map(filled, options)]) == 1
   line, = capfd.readouterr().err.splitlines()
-  assert line.startswith(f"tinyvllm: {words}".replace("PORT", str(server.port)))
+  assert line.startswith(f"tinyvllm: {filled(words)}")

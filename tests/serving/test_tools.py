@@ -4,6 +4,7 @@ import json
 
 import pytest
 from helpers.agents import HERMES, NO_TAGS, SMALL, WEATHER, start
+from helpers.data import read_data
 from helpers.models import tiny_model
 from helpers.protocol import answer
 from helpers.commands import flags
@@ -12,6 +13,7 @@ from tinyvllm_extra.text.parsers import find_format
 from tinyvllm_extra.serving.protocol import ChatCompletionRequest, escapes_of, tools_of
 from tinyvllm_extra.text.tools import calls_schema
 
+CASES = read_data("server_cases.json")
 TIME = {"type": "function", "function": {"name": "time", "parameters": {
   "type": "object", "properties": {"zone": {"enum": ["UTC"]}}, "required": ["zone"], "additionalProperties": False}}}
 TOOLS = [{"type": "function", "function": WEATHER}, TIME]
@@ -19,7 +21,7 @@ CHATS, USER = "/v1/chat/completions", {"role": "user", "content": "hello"}
 ASK = {"messages": [USER], "temperature": 0.0, "max_tokens": 300, **NO_TAGS}
 NAMED = {"type": "function", "function": {"name": "time"}}
 LLAMA = '{"name": "time", "parameters": {"zone": "UTC"}}'
-IN_ULM, IN_ROME, AT_UTC = ("weather", {"city": "Ulm"}), ("weather", {"city": "Rom"}), ("time", {"zone": "UTC"})
+IN_ULM, IN_ROME, AT_UTC = ["weather", {"city": "Ulm"}], ["weather", {"city": "Rom"}], ["time", {"zone": "UTC"}]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def forced_output(text): return {"structured_outputs": {"choice": [text]}}
 def parse(choice):
   """Return the content, the calls and the finish reason of a choice."""
   calls = [call["function"] for call in choice["message"].get("tool_calls", [])]
-  return (choice["message"]["content"] or "", [(call["name"], json.loads(call["arguments"])) for call in calls],
+  return (choice["message"]["content"] or "", [[call["name"], json.loads(call["arguments"])] for call in calls],
           choice["finish_reason"])
 
 
@@ -85,12 +87,7 @@ def test_tool_parameters_may_reference_their_own_definitions(server):
   assert "'City'" in refusal(server, tools=[tool("weather", city), tool("time", {"type": "string"})], **fields)
 
 
-@pytest.mark.parametrize("text,content,calls", [
-  (HERMES, "", [IN_ULM]), (LLAMA, "", [AT_UTC]), (f"[{LLAMA}, {LLAMA}]", "", [AT_UTC] * 2),
-  ("I look: " + HERMES, "I look: ", [IN_ULM]), (HERMES + "\n" + HERMES.replace("Ulm", "Rom"), "", [IN_ULM, IN_ROME]),
-  *((text, text, []) for text in (
-    "[a link](x)", "[", "[1, 2]", "[]", "no call <tool", '{"name": "other", "arguments": {}}', "{1 of 2}",
-    "<tool_call>{not JSON}</tool_call>", '{"name": ["time"], "arguments": {}}'))])
+@pytest.mark.parametrize("text,content,calls", CASES["tool calls"])
 def test_tool_calls_in_output_are_parsed_rest_is_content(server, text, content, calls):
   fields = {"tools": TOOLS, **forced_output(text)}
   assert parse(ask(server, **fields)) == (content, calls, "tool_calls" if calls else "stop")
