@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from helpers.commands import parse_command
 from helpers.data import read_data
-from helpers.engines import ENGINE, greedy, prompt, tokens
+from helpers.engines import ENGINE, check_invariants, greedy, ids_of, prompt, run_to_end, tokens
 from helpers.models import tiny_config, tiny_model
+from helpers.reference import reference_greedy
 from tinygrad import Tensor
 
 from tinyvllm import LLM, InputError, SamplingParams
@@ -104,3 +105,17 @@ def test_serve_command_loads_a_model_as_its_runner_says(tmp_path, monkeypatch, r
   monkeypatch.setattr(serve, "Server", server)
   args = parse_command("serve", tmp_path, "--port", 0, "--runner", runner)
   with pytest.raises(InputError, match=message): serve.main(args)
+
+
+@pytest.mark.parametrize("function", ["concatenate", "zeros"])
+def test_internal_value_error_is_not_an_input_error(llm, folder, monkeypatch, function):
+  ids = [5, 6, 7]
+  fail = Mock(side_effect=ValueError("all the input array dimensions must match exactly"))
+  llm.add_request("a", tokens(ids), greedy(8))
+  llm.step()
+  with monkeypatch.context() as patch:
+    patch.setattr(np, function, fail)
+    with pytest.raises(ValueError, match="must match exactly") as e: llm.step()
+  assert not isinstance(e.value, InputError)
+  check_invariants(llm)
+  assert ids_of(run_to_end(llm, 100)["a"]) == reference_greedy(folder, ids, 8)

@@ -7,7 +7,7 @@ from helpers.data import read_data
 from helpers.engines import check_invariants
 from helpers.reference import reference_greedy
 
-from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
+from tinyvllm import LLM, InputError, SamplingParams, StructuredOutputsParams
 from tinyvllm_extra.options import LLMConfig
 
 INVALID = read_data("invalid_values.json")   # by kind: by field, invalid values
@@ -26,8 +26,16 @@ def test_every_field_has_invalid_values(options, kind): assert {f.name for f in 
 
 @pytest.mark.parametrize("name,value", cases(INVALID["sampling"]) + cases(PYTHON_ONLY))
 def test_sampling_params_invalid_value_raises(name, value):
-  with pytest.raises(ValueError) as e: SamplingParams(**{name: value})
+  with pytest.raises(InputError) as e: SamplingParams(**{name: value})
+  assert e.value.parameter == name and (repr(e.value.value) == repr(value) or value in ("", [])), e.value.value
   assert name in str(e.value) and (repr(value) in str(e.value) or value in ("", [""])), str(e.value)
+
+
+@pytest.mark.parametrize("key", ["a", "1.5", 1.5, None])
+def test_logit_bias_with_wrong_key_is_refused_as_such(key):
+  for bias in ({key: 1.0}, {5: 1, key: 2}):
+    with pytest.raises(InputError, match="token ids.*int") as e: SamplingParams(logit_bias=bias)
+    assert repr(bias) in str(e.value) and "between" not in str(e.value)
 
 
 @pytest.mark.parametrize("name,value", cases(INVALID["engine"]))
