@@ -3,8 +3,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.engines import ENGINE, prompt
-from helpers.prefix_cache import BS, contents, restart, run
+from helpers.engines import BS, ENGINE, prompt
+from helpers.prefix_cache import contents, restart, run
 
 from tinyvllm import LLM
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers.engines import ENGINE, check_invariants, greedy, ids_of, prompt, run_to_end, set_overlap, tokens
+from helpers.engines import BS, ENGINE, check_invariants, greedy, ids_of, prompt, run_to_end, set_overlap, tokens
 from helpers.models import tiny_model
-from helpers.prefix_cache import (BS, buffers, check_refused, contents, lru_order, restart, run, with_metadata)
+from helpers.prefix_cache import buffers, check_refused, contents, lru_order, restart, run, with_metadata
 from helpers.reference import reference_greedy
 from helpers.servers import wait_until
 from safetensors import safe_open

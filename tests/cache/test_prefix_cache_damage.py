@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import pytest
 from helpers.data import read_data
-from helpers.engines import ENGINE, check_invariants, prompt
-from helpers.prefix_cache import BS, check_refused, contents, header_of, restart, run, state, with_metadata
+from helpers.engines import BS, ENGINE, check_invariants, prompt
+from helpers.prefix_cache import check_refused, contents, header_of, restart, run, state, with_metadata
 
 from tinyvllm import LLM
 from tinyvllm_extra.cache import prefix_cache

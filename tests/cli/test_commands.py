@@ -9,10 +9,9 @@ import sys
 from unittest import mock
 
 import pytest
-from helpers.commands import CHAT, FLAGS, PYTHONPATH, error_line, parse_command, run_command, run_process
+from helpers.commands import FLAGS, PYTHONPATH, error_line, parse_command, run_command, run_process
 from helpers.data import read_data
 from helpers.engines import ENGINE, greedy, tokens
-from helpers.models import tiny_model
 from tinygrad.device import CompileError
 
 import tinyvllm
@@ -70,11 +69,6 @@ def test_module_level_generate_and_generate_stream(words_folder, words_llm):
 # chat
 
 @pytest.fixture(scope="module")
-def chat_folder(tmp_path_factory):
-  return tiny_model(tmp_path_factory.mktemp("chat"), words=True, chat_template=CHAT)
-
-
-@pytest.fixture(scope="module")
 def answer(chat_folder):
   """Return a function that returns the answer of five tokens to a prompt of the chat template's text."""
   llm = LLM(chat_folder, **ENGINE)
@@ -88,7 +82,7 @@ def chat(folder, *lines, terminal=False):
   stdin = io.StringIO("".join(f"{line}\n" for line in lines))
   stdin.isatty = lambda: terminal
   return run_command("chat", folder, *FLAGS, "--max-tokens", 5, "--temperature", 0, stdin=stdin,
-                     XDG_STATE_HOME=str(folder / "state"))
+                     XDG_STATE_HOME=str(folder.parent / "state"))
 
 
 @pytest.mark.parametrize("lines,code", [("long hello", 0), ("hello long", 1), ("hello long /new", 1)])

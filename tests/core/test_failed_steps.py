@@ -9,14 +9,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from helpers.engines import ENGINE, assert_same_outputs, check_invariants, greedy, ids_of, prompt, set_overlap, tokens
+from helpers.engines import BS, assert_same_outputs, check_invariants, greedy, ids_of, prompt, set_overlap, tokens
 from helpers.faults import Failed, PLACES, break_steps, fail_once, finish, finish_broken, step
 from helpers.parameters import slow
 from helpers.reference import reference_greedy
 
 import tinyvllm.engine
-
-BS = ENGINE["block_size"]
 
 
 @pytest.fixture(params=["", "overlapped", *slow("early")], ids=["plain", "overlapped", "early"])

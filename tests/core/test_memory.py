@@ -5,14 +5,13 @@ import itertools
 import random
 
 import pytest
-from helpers.engines import (ENGINE, assert_all_blocks_freed, check_metrics, greedy, ids_of, prompt, run_watched,
+from helpers.engines import (BS, ENGINE, assert_all_blocks_freed, check_metrics, greedy, ids_of, prompt, run_watched,
                              sampled, tokens)
 from helpers.parameters import slow
 from helpers.reference import reference_greedy
 
 from tinyvllm import LLM
 
-BS = ENGINE["block_size"]
 NARROW = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs: each compiles for seconds
 EDGES = [BS - 1, BS, BS + 1, 2 * BS - 1, 2 * BS, 2 * BS + 1]
 

@@ -4,14 +4,12 @@ import random
 import re
 
 import pytest
-from helpers.engines import ENGINE, check_invariants, greedy, ids_of, prompt, tokens
+from helpers.engines import BS, ENGINE, check_invariants, greedy, ids_of, prompt, tokens
 from helpers.models import tiny_model
 from helpers.reference import reference_greedy
 from tinygrad import nn
 
 from tinyvllm import LLM
-
-BS = ENGINE["block_size"]
 
 
 @pytest.fixture

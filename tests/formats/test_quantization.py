@@ -154,21 +154,16 @@ def test_kernels_multiply_quantized_weights_equals_numpy(rows, out, inputs, grou
 
 # Damaged and unsupported models
 
-def remove(x): return None
-def cut(x): return np.ascontiguousarray(x[:-1])
-def fill(value): return lambda x: np.full(3, value, np.float32) if x is None else np.full_like(x, value)
+CHANGES = {"remove": lambda x: None, "cut": lambda x: np.ascontiguousarray(x[:-1]),
+           "append 99": lambda x: np.append(x[:-1], np.int32(99)),
+           "fill": lambda x: np.full(3, 1, np.float32) if x is None else np.full_like(x, 1)}
 
 
-@pytest.mark.parametrize("name,suffix,change,message", [
-  ("gptq", "qweight", cut, "qweight"), ("gptq", "scales", remove, "scales"),
-  ("gptq", "g_idx", lambda x: np.append(x[:-1], np.int32(99)), "g_idx"), ("gptq", "scales", cut, "(scales|qzeros)"),
-  ("gptq", "bias", fill(1), "bias"), ("awq", "qzeros", cut, "qzeros"), ("awq", "qweight", remove, "weight"),
-  ("compressed-tensors", "weight_packed", cut, "weight_packed"),
-  ("compressed-tensors", "weight_scale", remove, "weight_scale"), ("compressed-tensors", "other", fill(1), "other")])
+@pytest.mark.parametrize("name,suffix,change,message", REFUSED["tensors"])
 def test_damaged_tensor_raises_with_its_name(tmp_path, name, suffix, change, message):
   folder, _ = quantized_model(tmp_path, name)
   tensors = load_file(folder / "model.safetensors")
-  tensors[KEY + suffix] = change(tensors.get(KEY + suffix))
+  tensors[KEY + suffix] = CHANGES[change](tensors.get(KEY + suffix))
   save_file({name: x for name, x in tensors.items() if x is not None}, folder / "model.safetensors")
   with pytest.raises(InputError, match=KEY + message): load_model(folder)
 

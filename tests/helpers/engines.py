@@ -12,8 +12,9 @@ from tinyvllm import LLM, RequestOutput, SamplingParams
 
 from .reference import reference_greedy, reference_logits
 
+BS = 4   # block size
 # Options of the engine in most tests: graphs of 1, 2, 4, 8 and 16 tokens. Engines of equal shapes share kernels
-ENGINE = {"dtype": "float32", "max_model_len": 128, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
+ENGINE = {"dtype": "float32", "max_model_len": 128, "block_size": BS, "max_num_seqs": 6, "max_num_batched_tokens": 16}
 
 
 def greedy(num_tokens: int, /, **fields: Any) -> SamplingParams:

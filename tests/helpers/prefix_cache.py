@@ -6,9 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from .engines import ENGINE, greedy, ids_of, tokens
-
-BS = ENGINE["block_size"]
+from .engines import greedy, ids_of, tokens
 
 
 def buffers(engine):

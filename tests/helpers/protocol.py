@@ -12,6 +12,7 @@ CHAT = ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ mo
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
 ENDLESS = {"temperature": 0.0, "max_tokens": 30000, "ignore_eos": True, "prompt": "the cat"}   # runs for a minute
 KEY = {"Authorization": "Bearer secret"}
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"},
             {"role": "assistant", "content": "you"}, {"role": "user", "content": "the cat"}]
 

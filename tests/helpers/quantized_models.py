@@ -82,7 +82,6 @@ for name, (method, fields, bits, *others) in read_data("quantized_formats.json")
   FORMATS[name] = config, WRITERS[method], bits, *others
 
 
-
 def quantized_model(folder: Path, name: str, seed: int = 0) -> tuple[Path, Path]:
   """Write a model in this format and the same model in float32. Return both folders."""
   config, write, bits, group, symmetric = FORMATS[name]

@@ -96,10 +96,6 @@ def test_prequantized_matrix_is_split_or_dequantized_with_warning(tmp_path, capl
 
 # requests
 
-@pytest.fixture(scope="module")
-def folder(words_folder): return words_folder
-
-
 def captured_llm(folder, **options):
   """An engine with one graph for all optional features."""
   llm = LLM(folder, **SMALL, **options)
@@ -108,11 +104,11 @@ def captured_llm(folder, **options):
 
 
 @pytest.fixture(scope="module")
-def one_device(folder): return captured_llm(folder)
+def one_device(words_folder): return captured_llm(words_folder)
 
 
 @pytest.fixture(scope="module")
-def two_devices(folder): return captured_llm(folder, tensor_parallel_size=2)
+def two_devices(words_folder): return captured_llm(words_folder, tensor_parallel_size=2)
 
 
 CASES = {**SPECULATION_CASES, "stop": {"stop": ["e", "a"]},
@@ -129,22 +125,22 @@ def test_sampling_params_on_two_devices_equal_one_device(one_device, two_devices
   check_invariants(two_devices)
 
 
-def test_split_k_partial_sums_give_reference_ids(folder, monkeypatch):
+def test_split_k_partial_sums_give_reference_ids(words_folder, monkeypatch):
   """Kernels for tensor cores give several partial sums per device; a norm adds them."""
   call = FastLinear.__call__
   def call_in_parts(self, x, dtype=None):
     out = call(self, x, dtype)
     return out if self.axis == 0 else (out * 0.25).cat(out * 0.75).contiguous()
   monkeypatch.setattr(FastLinear, "__call__", call_in_parts)
-  check(folder, 2)
+  check(words_folder, 2)
 
 
-def test_interleaved_engines_with_one_and_two_devices_equal_reference(one_device, two_devices, folder):
+def test_interleaved_engines_with_one_and_two_devices_equal_reference(one_device, two_devices, words_folder):
   prompts = [prompt(7, "turns", i) for i in range(3)]
   streams = [llm.generate_stream(tokens(ids), greedy(5)) for llm in (one_device, two_devices) for ids in prompts]
   outputs_by_stream = zip(*itertools.zip_longest(*streams), strict=True)
   output_ids = [[i for output in outputs if output for i in ids_of(output)] for outputs in outputs_by_stream]
-  assert output_ids == 2 * [reference_greedy(folder, ids, 5) for ids in prompts]
+  assert output_ids == 2 * [reference_greedy(words_folder, ids, 5) for ids in prompts]
 
 
 # vocabularies whose rows are padded
@@ -181,17 +177,17 @@ def test_padded_vocabulary_draft_model_is_always_accepted(tmp_path):
 def num_drafts(llm, kind): return llm.get_metrics()[f"spec_decode_num_{kind}_tokens"]
 
 
-def test_ngram_drafts_on_two_devices_equal_reference(folder, monkeypatch):
+def test_ngram_drafts_on_two_devices_equal_reference(words_folder, monkeypatch):
   always_draft(monkeypatch)
   ids = prompt(5, "ngram")
-  ids = [*ids, *reference_greedy(folder, ids, 12), *ids]   # the drafts continue as after the first occurrence
-  assert num_drafts(check(folder, 2, prompts=[ids], speculative_config=NGRAM), "draft") > 0
+  ids = [*ids, *reference_greedy(words_folder, ids, 12), *ids]   # the drafts continue as after the first occurrence
+  assert num_drafts(check(words_folder, 2, prompts=[ids], speculative_config=NGRAM), "draft") > 0
 
 
-def test_draft_model_is_unsplit_on_first_device(folder, tmp_path):
+def test_draft_model_is_unsplit_on_first_device(words_folder, tmp_path):
   """It has one KV head, which two devices could not split."""
   draft_folder = tiny_model(tmp_path, 1, num_key_value_heads=1, num_hidden_layers=1)
-  llm = check(folder, 2, speculative_config={"model": str(draft_folder), "num_speculative_tokens": 2})
+  llm = check(words_folder, 2, speculative_config={"model": str(draft_folder), "num_speculative_tokens": 2})
   target, draft = llm.runners
   tensors = [*nn.state.get_parameters(draft.model.modules()), *itertools.chain(*draft.kv_caches)]
   assert {x.device for x in tensors} == {"CPU"}
@@ -202,12 +198,12 @@ def test_draft_model_is_unsplit_on_first_device(folder, tmp_path):
 # failed steps
 
 @pytest.mark.parametrize("place", ["launch", "compute", "read", "amid update"])
-def test_failed_step_on_two_devices_loses_and_repeats_no_token(two_devices, folder, place):
+def test_failed_step_on_two_devices_loses_and_repeats_no_token(two_devices, words_folder, place):
   prompts = {name: prompt(n, place, name) for name, n in (("a", 3), ("b", 10), ("c", 1))}
   for number in (1, 3):
     last = finish_broken(two_devices, place, number, {name: (tokens(ids), greedy(4)) for name, ids in prompts.items()})
     assert {name: ids_of(output) for name, output in last.items()} == {
-      name: reference_greedy(folder, ids, 4) for name, ids in prompts.items()}
+      name: reference_greedy(words_folder, ids, 4) for name, ids in prompts.items()}
 
 
 # shards and memory
@@ -226,10 +222,10 @@ def test_matrices_are_split_and_norms_replicated(tmp_path):
         assert [(x.device, x.nbytes) for x in tensor.uop.buffer.bufs] == [(name, size) for name in device_names(n)]
 
 
-def test_two_devices_hold_twice_the_blocks_of_one(folder, monkeypatch):
+def test_two_devices_hold_twice_the_blocks_of_one(words_folder, monkeypatch):
   """Each device also holds half the weights. All devices of a CPU share the host's memory."""
   def kv_bytes(llm): return sum(x.nbytes() for x in itertools.chain(*llm.runner.kv_caches))
-  engines = [LLM(folder, **SMALL, tensor_parallel_size=count) for count in (1, 2)]
+  engines = [LLM(words_folder, **SMALL, tensor_parallel_size=count) for count in (1, 2)]
   weights = [sum(x.nbytes() for x in nn.state.get_parameters(llm.runner.model.modules())) for llm in engines]
   assert weights[0] / 2 < weights[1] < 0.52 * weights[0], "norms are whole"
   num_blocks = SMALL["max_model_len"] // SMALL["block_size"] + 4   # one sequence and 4 blocks
@@ -238,7 +234,7 @@ def test_two_devices_hold_twice_the_blocks_of_one(folder, monkeypatch):
     free = count * (weight + size)
     report = MemoryReport(free + RESERVE, free + RESERVE)
     monkeypatch.setattr(drivers, "host_memory", lambda report=report: report)
-    llm = LLM(folder, **SMALL, gpu_memory_utilization=1.0, tensor_parallel_size=count)
+    llm = LLM(words_folder, **SMALL, gpu_memory_utilization=1.0, tensor_parallel_size=count)
     assert llm.runner.num_blocks == count * num_blocks and kv_bytes(llm) == size
 
 
@@ -253,9 +249,9 @@ def test_indivisible_model_size_raises_with_valid_counts(tmp_path, config, count
     LLM(tiny_model(tmp_path, **config), **SMALL, tensor_parallel_size=count)
 
 
-def test_enforce_eager_on_two_devices_raises(folder):
+def test_enforce_eager_on_two_devices_raises(words_folder):
   with pytest.raises(InputError, match="tensor_parallel_size=2 .*enforce_eager=False"):
-    LLM(folder, **SMALL, enforce_eager=True, tensor_parallel_size=2)
+    LLM(words_folder, **SMALL, enforce_eager=True, tensor_parallel_size=2)
 
 
 class FakeCuda:
@@ -282,7 +278,7 @@ def test_check_peers_too_few_gpus_or_no_peer_access_raises(monkeypatch):
   assert sorted(queries) == sorted(itertools.permutations(range(3), 2))
 
 
-def test_backend_of_one_device_refuses_two(folder):
+def test_backend_of_one_device_refuses_two(words_folder):
   """On the command line."""
-  run = process("generate", "a", "--model", folder, *flags(**SMALL, tensor_parallel_size=2), DEV="PYTHON")
+  run = process("generate", "a", "--model", words_folder, *flags(**SMALL, tensor_parallel_size=2), DEV="PYTHON")
   assert error_line(run).startswith("tinyvllm: tensor_parallel_size=2 must be 1 on PYTHON")

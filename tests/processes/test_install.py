@@ -28,11 +28,11 @@ def source_files(*folders: str) -> list[Path]:
   return [Path(name) for name in names.split("\0") if name and (ROOT / name).exists()]
 
 
-def python(*arguments: str | Path, folder: Path = ROOT) -> subprocess.CompletedProcess:
-  """Run the tests' own Python in a folder, without the checkout on PYTHONPATH."""
-  env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-  return subprocess.run([sys.executable, *arguments], env=env, cwd=folder, capture_output=True, text=True, check=False,
-                        timeout=300)
+def python(*arguments: str | Path, folder: Path = ROOT, program: str | Path = sys.executable,
+           **variables: str) -> subprocess.CompletedProcess:
+  """Run a Python, by default the tests' own, in a folder, without the checkout on PYTHONPATH."""
+  env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | variables
+  return subprocess.run([program, *arguments], env=env, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
 class Installation:
@@ -50,9 +50,7 @@ class Installation:
 
   def pip(self, *arguments: str | Path) -> None:
     """Run the environment's pip with this machine's settings, but without the checkout on PYTHONPATH."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    run = subprocess.run([self.folder / "bin/python", "-m", "pip", *arguments], env={**env, **CONSTRAINTS},
-                         cwd=self.elsewhere, capture_output=True, text=True, check=False, timeout=300)
+    run = python("-m", "pip", *arguments, folder=self.elsewhere, program=self.folder / "bin/python", **CONSTRAINTS)
     assert run.returncode == 0, run.stdout + run.stderr
 
   def run(self, home: Path, program: str, *arguments: str | Path, programs: Path | None = None,

@@ -17,10 +17,13 @@ import openai
 import pytest
 import yaml
 from helpers.commands import PYTHONPATH, ROOT
+from helpers.data import read_data
 from helpers.servers import Server, reserve_port, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from tinyvllm import LLM, SamplingParams
+
+CASES = read_data("server_cases.json")
 
 SCRIPT = ROOT / "examples/deploy/ray_serve.py"
 SIZES = ["--cudagraph-capture-sizes", 1, 8, 16, "--max-num-batched-tokens", 64]   # few graphs
@@ -244,13 +247,7 @@ def test_invalid_option_of_a_replica_prints_one_error_line():
   assert "Traceback" not in str(error.value)
 
 
-@pytest.mark.parametrize(("args", "message"), [
-  ({"replicas": 2}, r"\breplicas\b"), ({"num_replicas": 0}, "num_replicas=0 must be between 1 and 4096"),
-  ({"num_replicas": "two"}, "num_replicas='two'"), ({"min_replicas": 2}, "min_replicas.*max_replicas"),
-  ({"num_replicas": 2, "max_replicas": 3}, "num_replicas.*max_replicas"),
-  ({"min_replicas": 3, "max_replicas": 2}, "min_replicas=3 .*max_replicas=2"), ({"model": "/nowhere"}, "/nowhere"),
-  ({"max_model_len": "1"}, "max_model_len=1 must be between 2"), ({"prefix_cache_file": "a"}, "prefix_cache_file"),
-])
+@pytest.mark.parametrize(("args", "message"), CASES["ray options"])
 def test_app_with_invalid_args_raises_value_error(ray_serve, args, message):
   with pytest.raises(ValueError, match=message): ray_serve.app(args)
 

@@ -2,13 +2,12 @@
 import numpy as np
 import pytest
 from helpers.data import read_data
-from helpers.engines import ENGINE, assert_all_blocks_freed, greedy, prompt, tokens
+from helpers.engines import BS, ENGINE, assert_all_blocks_freed, greedy, prompt, tokens
 from helpers.models import tiny_model
 from helpers.reference import log_softmax, reference_greedy, reference_logits
 
 from tinyvllm import LLM, BeamSearchParams
 
-BS = ENGINE["block_size"]
 CASES = read_data("beam_search.json")
 # The vocabulary has 7 tokens: a beam of ten exceeds it
 BEAM = {**ENGINE, "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs

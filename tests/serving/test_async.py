@@ -1,5 +1,5 @@
-"""AsyncLLM in this process: concurrent requests equal LLM.generate, and closed, cancelled, invalid or failed
-requests do not affect others."""
+"""AsyncLLM in this process: concurrent requests equal LLM.generate; closed, cancelled, invalid or failed requests do
+not affect others; a shutdown ends all."""
 import asyncio
 import contextlib
 import gc
@@ -12,8 +12,7 @@ from helpers.protocol import SMALL
 from helpers.servers import wait_until
 
 from tinyvllm import SamplingParams, runner
-from tinyvllm_extra.serving.async_engine import AsyncLLM
-from tinyvllm_extra.serving.async_engine import StepError
+from tinyvllm_extra.serving.async_engine import AsyncLLM, StepError
 
 CASES = read_data("server_cases.json")
 LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
@@ -240,3 +239,35 @@ def test_blocked_upload_does_not_block_other_calls(llm, monkeypatch):
     return await first, await second
   monkeypatch.setattr(runner, "upload", blocked_upload)
   assert [*finish(main())] == [expected(llm, prompt, argmax(3)) for prompt in ("the cat", "the dog")]
+
+
+def test_output_that_cannot_be_built_ends_only_its_request(llm):
+  broken = llm.llm.make_request("broken", "the cat", LONG)
+  def output(delta: bool = False): raise KeyError("no such text")
+  broken.output = output
+
+  async def run_broken(): return [outputs async for outputs in llm.stream([broken])]
+
+  async def run():
+    others = [collect(llm, "the cat", LONG) for _ in range(2)]
+    return await asyncio.gather(others[0], run_broken(), others[1], return_exceptions=True)
+  first, error, second = finish(run())
+  assert isinstance(error, StepError) and "no such text" in str(error)
+  assert first == second == expected(llm, "the cat", LONG)
+
+
+def test_shutdown_ends_running_and_later_requests(words_folder):
+  llm = AsyncLLM(words_folder, **SMALL)
+
+  async def run():
+    stream = llm.generate("the cat", LONG)
+    await anext(stream)
+    shutdown = asyncio.create_task(asyncio.to_thread(llm.shutdown))
+    with pytest.raises(StepError, match="shut down"):
+      async for output in stream: assert not output.finished
+    await shutdown
+    with pytest.raises(StepError, match="shut down"): await collect(llm, "the cat", LONG)
+    llm.abort("later")
+  finish(run())
+  llm.shutdown()   # does nothing
+  assert not llm.llm.has_unfinished_requests() and "runner" not in vars(llm.llm)

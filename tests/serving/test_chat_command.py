@@ -1,4 +1,5 @@
 """`tinyvllm chat`, here and with `--url`: the same answers, commands and reports. Errors of a server in one line."""
+import io
 import itertools
 import json
 import os
@@ -56,6 +57,18 @@ def test_chat_command_reports_cuts_and_rates(where, llm):
 def test_chat_command_prints_errors_in_one_line(request, url, options, message):
   if url in ("server", "limited"): url = request.getfixturevalue(url).url + "/"
   assert message in error_line(run_command("chat", *(["--url", url] if url else []), *options, stdin="hello\n"))
+
+
+DELTAS = [{"role": "assistant", "content": ""}, {"reasoning": "hm"}, {"content": "Yes."},
+          {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": "{}"}}]}]
+
+
+def test_chat_command_skips_deltas_without_content(monkeypatch):
+  events = [json.dumps({"choices": [{"delta": delta}]}) for delta in DELTAS] + ["[DONE]"]
+  response = io.BytesIO("".join(f"data: {event}\n\n" for event in events).encode())
+  monkeypatch.setattr("urllib.request.urlopen", lambda request: response)
+  run = run_command("chat", "--url", "http://a.example", stdin="hello\n")
+  assert (run.returncode, run.stdout.strip()) == (0, "Yes."), run.stderr
 
 
 # Input and commands, without a model

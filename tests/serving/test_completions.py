@@ -6,13 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import ANY
 
 import pytest
-from helpers.protocol import (ENDLESS, GREEDY, MESSAGES, PROMPT_FIELDS, answer, chat_prompt, expected_output,
-                              expected_rows, rows_of)
+from helpers.protocol import (CHATS, COMPLETIONS, ENDLESS, GREEDY, MESSAGES, PROMPT_FIELDS, answer, chat_prompt,
+                              expected_output, expected_rows, rows_of)
 from helpers.servers import wait_until
 
 from tinyvllm import SamplingParams
-
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 
 # Text

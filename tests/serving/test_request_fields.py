@@ -4,7 +4,7 @@ import re
 
 import pytest
 from helpers.data import read_data
-from helpers.protocol import SMALL, answer
+from helpers.protocol import CHATS, COMPLETIONS, SMALL, answer
 from helpers.commands import flags
 from helpers.servers import LocalServer, checked, error_of, stream
 
@@ -13,7 +13,6 @@ from tinyvllm import SamplingParams
 CASES = read_data("server_cases.json")
 GREEDY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "the cat"}]
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 ROUTES = {COMPLETIONS: {"prompt": "the cat", **GREEDY}, CHATS: {"messages": MESSAGES, **GREEDY}}
 both_routes = pytest.mark.parametrize("path", ROUTES)
 

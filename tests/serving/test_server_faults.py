@@ -4,7 +4,7 @@ import sys
 
 import pytest
 from helpers.data import read_data
-from helpers.protocol import ENDLESS
+from helpers.protocol import COMPLETIONS, ENDLESS
 from helpers.commands import flags
 from helpers.servers import LocalServer, error_of, stream, wait_until
 
@@ -13,7 +13,6 @@ from tinyvllm.runner import Runner
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 
 CASES = read_data("server_cases.json")
-COMPLETIONS = "/v1/completions"
 
 
 def break_server(patch):

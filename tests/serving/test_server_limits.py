@@ -1,4 +1,5 @@
 """Limits of the server: API keys, sizes of headers and bodies, the queue, disconnects."""
+import asyncio
 import contextlib
 import http.client
 import json
@@ -12,6 +13,7 @@ from helpers.commands import flags
 from helpers.servers import LocalServer, error_of, wait_until
 
 from tinyvllm_extra.cli import main
+from tinyvllm_extra.serving import app
 
 
 def test_missing_or_wrong_api_key_is_401_and_right_one_200(limited):
@@ -73,6 +75,24 @@ def test_endless_chunked_body_is_413_before_its_end(limited):
     for _ in range(64): connection.send(b"400\r\n" + b" " * 1024 + b"\r\n")
   assert connection.getresponse().status == 413, "before the last chunk is sent"
   connection.close()
+
+
+def test_body_of_a_request_without_key_is_not_kept(monkeypatch):
+  """The key is checked before the body is read: nobody can fill the memory without one."""
+  kept = []
+  read_body = app.Gate.read_body
+
+  async def reading(gate, request, limit):
+    kept.append(limit)
+    return await read_body(gate, request, limit)
+  monkeypatch.setattr(app.Gate, "read_body", reading)
+  gate = app.Gate(None, app.ServerConfig(api_key=["secret"], max_body_size=4096), lambda: None)
+  sent, chunks = [], [{"type": "http.request", "body": b"x" * 1000, "more_body": i < 3} for i in range(4)]
+
+  async def receive(): return chunks.pop(0)
+  async def send(message): sent.append(message)
+  asyncio.run(gate({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, send))
+  assert sent[0]["status"] == 401 and kept == [0] and not chunks
 
 
 def test_requests_beyond_max_queue_are_429_and_waiting_ones_run(limited):

@@ -14,10 +14,9 @@ import jsonschema
 import pytest
 from helpers.agents import start
 from helpers.data import read_data
-from helpers.protocol import answer, rows_of
+from helpers.protocol import CHATS, COMPLETIONS, answer, rows_of
 from helpers.servers import checked
 
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 ROUTES = {COMPLETIONS: {"prompt": "hello, my name is"}, CHATS: {"messages": [
   {"role": "system", "content": "you are kind"}, {"role": "user", "content": "what is 1+1?"}]}}
 
