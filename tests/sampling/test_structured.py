@@ -116,9 +116,7 @@ def test_output_truncated_by_max_tokens_is_valid_prefix(llm, kind, value, n):
 @pytest.mark.parametrize("options", [
   {}, {"repetition_penalty": 1.5}, {"presence_penalty": 1.5, "frequency_penalty": 0.7},
   {"logit_bias": {289: 3, 290: -100}, "repetition_penalty": 1.2, "frequency_penalty": 1.0}], ids=str)
-@pytest.mark.parametrize("kind, value, start, whole", [
-  ("regex", "[a-z ]{6,20}", "[a-z ]{0,20}", "[a-z ]{6,20}"),
-  ("grammar", 'start: /[0-9]{2}[a-h]{2,12}/ "!"?', r"\d{0,2}|\d\d([a-h]{0,12}|[a-h]{2,12}!)", r"\d\d[a-h]{2,12}!?")])
+@pytest.mark.parametrize("kind, value, start, whole", DATA["greedy"])
 def test_greedy_ids_equal_best_allowed_tokens(llm, folder, kind, value, start, whole, options):
   """start: regular expression of a text that may become a whole one."""
   for job in prompts(4):
@@ -207,14 +205,12 @@ def test_vocabulary_larger_than_tokenizer_outputs_match(tmp_path):
 FREE = "anything"
 
 
-@pytest.mark.parametrize("text, opened, expected", [
-  ("", (), "( < [ y"), ("<t>hm <[c]>", (), FREE), ("<t>hm <[c]></t>", (), "( < [ y"), ("<t>hm</t>y", (), "e"),
-  ("(", (), "a"), ("yes", (), ""), ("[c]yes", (), FREE), ("yes</t>", ("</r>",), FREE)])
+@pytest.mark.parametrize("text, opened, expected", DATA["escapes"])
 def test_escapes_precede_the_format(llm, text, opened, expected):
   """Reasoning may come first, and is opened by the prompt or the model; a call, "[c]", replaces the format. "(" may
   open both a call and the format: it belongs to the format."""
   escapes = {"<t>": ("</t>",), "[c]": (), "(c)": ()}
-  params = StructuredOutputsParams(choice=["yes", "(a"], escapes=escapes, opened=opened)
+  params = StructuredOutputsParams(choice=["yes", "(a"], escapes=escapes, opened=tuple(opened))
   constraint = params.constraint(llm.tokenizer, VOCAB, (2,))
   for token in llm.tokenizer.encode("\n" + text, False)[2:]: constraint.accept(token)   # without sentencepiece's space
   bits = np.unpackbits(constraint.bitmask().view(np.uint8), bitorder="little")[:VOCAB]

@@ -93,9 +93,7 @@ def test_invalid_prompt_raises_in_every_call(busy_llm, prompt, words):
     with pytest.raises(ValueError, match=words): call()
 
 
-@pytest.mark.parametrize("name,params,priority,words", [
-  ("in flight", None, 0, "'in flight'"), ("bad", {"temperature": 0.0}, 0, "SamplingParams"),
-  ("bad", None, 3, "priority=3"), ("bad", None, "high", "priority='high'")])
+@pytest.mark.parametrize("name,params,priority,words", INVALID["requests"])
 def test_invalid_request_raises(busy_llm, name, params, priority, words):
   with pytest.raises(ValueError, match=words): busy_llm.add_request(name, {"prompt_token_ids": [9]}, params, priority)
 

@@ -6,6 +6,7 @@ from unittest.mock import ANY
 
 import openai
 import pytest
+from helpers.data import read_data
 from helpers.protocol import KEY, MESSAGES, answer, chat_prompt, expected_output, expected_rows, rows_of
 from helpers.servers import error_of, stream
 
@@ -174,23 +175,14 @@ def test_output_beyond_the_context_is_400_as_in_vllm(server, path, prompt, name)
   assert message.endswith(f"request at most {rest}")
 
 
-LONG = "a" * 10**6
-TOO_LONG = "at most 768 characters. However, the prompt has 1000"   # known without encoding it
-
-
-@pytest.mark.parametrize("path,fields,message", [
-  ("/v1/completions", {"prompt": LONG}, TOO_LONG), ("/tokenize", {"prompt": LONG}, TOO_LONG),
-  ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, TOO_LONG), *[
-  ("/v1/completions", {"prompt": "the cat", **fields}, message) for fields, message in [
-  ({"stop": ["a"] * 129}, "stop has 129 entries: use at most 128"),
-  ({"stop": "a" * 20000}, "stop has 20000 characters: use at most 16384"),
-  ({"bad_words": ["a"] * 1025}, "bad_words has 1025 entries: use at most 1024"),
-  ({"stop_token_ids": [1] * 1025}, "stop_token_ids has 1025 entries"),
-  ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias has 1025 entries"),
-  ({"structured_outputs": {"regex": "ab" * 2**18 + "c"}}, "regex has 524289 characters: use at most 524288"),
-  ({"structured_outputs": {"choice": ["choice"] * 10**5}}, "choice has")]]], ids=lambda x: str(x)[:50])
-def test_field_of_hostile_size_is_400_and_names_its_limit(server, path, fields, message):
-  assert message in error_of(server.post(path, fields), 400)["message"]
+@pytest.mark.parametrize("path,field,part,count,message", read_data("server_cases.json")["sizes"])
+def test_field_of_hostile_size_is_400_and_names_its_limit(server, path, field, part, count, message):
+  """A long prompt is refused without encoding it."""
+  value, (name, *inner) = part * count, field.split(".")
+  if name == "messages": value = [{"role": "user", "content": value}]
+  if name == "logit_bias": value = dict.fromkeys(map(str, range(count)), 1)
+  body = ({} if "chat" in path else {"prompt": "the cat"}) | {name: {inner[0]: value} if inner else value}
+  assert message in error_of(server.post(path, body), 400)["message"]
 
 
 # CORS
