@@ -1,6 +1,6 @@
 """Runs steps. The host builds each step as one int32 array with numpy, and a captured graph reads it. Batches are
 padded to a few graph shapes. Owns the state on the device: KV cache, block tables, last token of each slot."""
-import functools, math
+import functools, math, operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +13,7 @@ from .llama import Llama
 from .request import SAMPLING_FIELDS, SamplerMode, Sequence
 
 UNKNOWN = -1      # token id that is still on the device
+sampling_fields = operator.attrgetter(*SAMPLING_FIELDS)
 
 
 class GraphKey(NamedTuple):
@@ -62,8 +63,7 @@ def build_step(batch: dict[Sequence, int], runner: "Runner", key: GraphKey | Non
   logits_batch = runner.logits.batch(rows, runner) if runner.logits and any(seq.processor for seq in batch) else None
   key = key or runner.choose_key(GraphKey(len(tokens), len(rows), mode, logits_batch.plan if logits_batch else None))
   logits = [(row.token, row.position - 1, row.seq.slot if row.position >= row.seq.length else padding,
-             *[getattr(row.seq.params, name) for name in SAMPLING_FIELDS],
-             row.seq.seed % 2**32, row.seq.seed // 2**32 % 2**32) for row in rows]
+             *sampling_fields(row.seq.params), row.seq.seed % 2**32, row.seq.seed // 2**32 % 2**32) for row in rows]
   words = [table.write(x, key.num_tokens, slot=padding) for table, x in ((TOKENS, tokens), (LOGITS, logits))]
   if key.plan: words.append(key.plan.words(logits_batch, key.num_rows))
   return Step(key, np.concatenate(words), rows, computed)

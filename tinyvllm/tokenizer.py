@@ -65,7 +65,7 @@ class TextStream:
   @property
   def available(self) -> Cursor:
     """The part that may be delivered. The end of unfinished text is held back while it could become a stop string."""
-    held_back = 0 if self.seq.finish_reason else num_held_back(self.text, self.stop)
+    held_back = num_held_back(self.text, self.stop) if self.stop and not self.seq.finish_reason else 0
     return Cursor(len(self.text) - held_back, len(self.seq.tokens), self.seq.finish_reason)
 
   def decode(self, ids: list[int]) -> None:
@@ -82,7 +82,7 @@ class TextStream:
     seq = self.seq
     hides_last = seq.finish_reason == "stop" and seq.tokens[-1] in seq.stop_ids
     self.decode(seq.tokens[:-1] if hides_last and not seq.params.include_stop_str_in_output else seq.tokens)
-    is_sought = seq.num_generated > seq.params.min_tokens
+    is_sought = self.stop and seq.num_generated > seq.params.min_tokens
     if is_sought and (match := find_stop(self.decoded, self.num_searched, self.stop)):
       self.end = match[0] + (len(match[1]) if seq.params.include_stop_str_in_output else 0)
       seq.stop_reason = match[1]

@@ -1,8 +1,8 @@
 """`tinyvllm bench`: the table of rates, throughput, and the metrics of a server."""
-import contextlib
 import http.client
 import math
 import re
+from unittest.mock import MagicMock
 
 import pytest
 from helpers.commands import FLAGS, error_line, run_command
@@ -84,10 +84,9 @@ def test_bench_serve_prints_metrics_of_the_answers_under_names_of_vllm(monkeypat
 
 @pytest.mark.parametrize("error", [ConnectionResetError("reset"), http.client.IncompleteRead(b"")])
 def test_bench_serve_prints_the_end_of_a_server_in_one_line(monkeypatch, error):
-  def lines():
-    yield b": the first line"
-    raise error
-  monkeypatch.setattr("urllib.request.urlopen", lambda _: contextlib.closing(lines()))
+  response = MagicMock()
+  response.__enter__.return_value.read1.side_effect = [b": the first line", error]
+  monkeypatch.setattr("urllib.request.urlopen", lambda _: response)
   assert f"no connection to a server: {error}" in error_line(run_command("bench", "serve"))
 
 

@@ -99,6 +99,15 @@ async def until(condition):
     while not condition(): await asyncio.sleep(0)
 
 
+def test_short_steps_deliver_first_and_last_outputs_at_once(llm, monkeypatch):
+  monkeypatch.setattr(llm._driver, "delivery_time", 0.0)
+  monkeypatch.setattr(llm._driver, "write_seconds", 1000)
+  async def num_tokens():
+    request = llm.llm.make_request("id", "the cat", argmax(6, ignore_eos=True))
+    return [[len(output.outputs[0].token_ids) for _, output in outputs] async for outputs in llm.stream([request])]
+  assert finish(num_tokens()) == [[1], [1, 1, 1, 1, 1]]
+
+
 @pytest.mark.parametrize("fields", CASES["joined"], ids=str)
 def test_joined_outputs_equal_generate(llm, fields):
   params = SamplingParams(**fields)

@@ -79,8 +79,8 @@ class SamplingParams(request.SamplingParams):
   def clone(self) -> "SamplingParams": return dataclasses.replace(self)
 
   def processor(self, tokenizer: "ChatTokenizer", model: ModelConfig) -> "Processor | None":
-    own_fields = dataclasses.fields(self)[len(dataclasses.fields(request.SamplingParams)):]
-    is_plain = all(getattr(self, field.name) == field.default for field in own_fields)
+    num_others = len(dataclasses.fields(request.SamplingParams)) + 1   # skip_special_tokens changes no logits
+    is_plain = all(getattr(self, field.name) == field.default for field in dataclasses.fields(self)[num_others:])
     return None if is_plain else Processor(self, tokenizer, model)
 
 

@@ -46,7 +46,8 @@ class Gate:
     self.not_ready = not_ready
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-    scope["root_path"] = self.options.root_path
+    # ASGI 2.4: else each stream has another task, which waits for the disconnect, too
+    scope.update(root_path=self.options.root_path, asgi={"version": "3.0", "spec_version": "2.4"})
     refusal = self.refusal(scope["path"].removeprefix(scope["root_path"]), Headers(scope=scope))
     try: body = await self.read_body(fastapi.Request(scope, receive), 0 if refusal else self.options.max_body_size)
     except ClientDisconnect: return
@@ -159,11 +160,11 @@ class Server(uvicorn.Server):
                        "/v1/chat/completions": serving.chat, "/v1/responses": self.responses}
     anthropic: Responses = dict.fromkeys(["4XX", "5XX"], {"model": AnthropicErrorResponse})
     events: Responses = {200: {"content": {EVENT_STREAM: {}}}}
+    for path, route in streams.items(): app.post(path, responses=events)(route)   # first, as most requests are for them
     for path, route in reads.items(): app.get(path)(route)
     app.head("/health", include_in_schema=False)(self.health)
     for path, route in posts.items(): app.post(path)(route)
     for path, route in aliases.items(): app.post(path, include_in_schema=False)(route)
-    for path, route in streams.items(): app.post(path, responses=events)(route)
     app.post("/v1/messages", responses=anthropic | events)(self.messages)
     app.post("/v1/messages/count_tokens", responses=anthropic)(self.count_tokens)
     return app

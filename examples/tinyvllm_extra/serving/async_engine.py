@@ -1,6 +1,6 @@
 """An asyncio engine. One thread owns the engine; other threads put calls into its inbox, so no lock is needed. A
 reader receives its requests' output in order, and the end of each request exactly once."""
-import asyncio, collections, contextlib, functools, logging, pathlib, queue, threading, uuid, weakref
+import asyncio, collections, contextlib, functools, logging, pathlib, queue, threading, time, uuid, weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,8 +20,8 @@ class StepError(RuntimeError):
   """The engine ended the request: a step or its output failed (the traceback is logged), or the engine shut down."""
 
 
-# Receives a request's output. `receive` runs in `loop`; its bool is True for the request's last output
-Receive = Callable[[Request, Delta, bool], None]
+# Receives a request's outputs. `receive` runs in `loop`; its bool is True if the request has ended
+Receive = Callable[[Request, list[Delta], bool], None]
 Reader = NamedTuple("Reader", [("loop", asyncio.AbstractEventLoop), ("receive", Receive)])
 
 
@@ -37,6 +37,10 @@ class Driver:
     self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     self.has_ended = False   # True: the thread runs no more calls
     self.readers: dict[Request, Reader] = {}   # by unfinished request
+    self.deltas = collections.defaultdict[Request, list[Delta]](list)   # not delivered yet
+    self.delivery_time = 0.0   # when all deltas are due
+    # Minimum time between two deliveries, per request. On a CPU, writing to sockets takes cores from steps
+    self.write_seconds = 0.0 if llm.runner.is_async else 0.0005
 
   def run(self) -> None:
     """Loop: empty the inbox, run a step. Without requests, wait for the inbox; if idle, capture optional graphs."""
@@ -73,21 +77,28 @@ class Driver:
 
   def add(self, request: Request, reader: Reader) -> None:
     self.readers[request] = reader
-    if self.has_ended: return self.deliver({request: StepError("the engine was shut down")})
+    if self.has_ended: return self.deliver_last(request, StepError("the engine was shut down"))
     try: self.llm.add(request)
-    except Exception as error: self.deliver({request: error})
+    except Exception as error: self.deliver_last(request, error)
 
   def end(self, request: Request | None, error: Exception | None = None) -> None:
     """Abort a request, unless it has finished, and deliver its last output or the error."""
     if request is None or request not in self.readers: return
     # RuntimeError: another thread is using the engine
     with contextlib.suppress(RuntimeError): self.llm.abort_request(request.request_id)
-    self.deliver({request: error or self.new_output(request)})
+    self.deliver_last(request, error or self.new_output(request))
 
   def step(self) -> None:
+    """Run a step. Deliver first and last outputs at once, and others from `delivery_time` on."""
     try: changed = [request for request in self.llm.advance() if request in self.readers]
     except BaseException as error: return self.fail(error)
-    self.deliver({request: self.new_output(request) for request in changed if self.is_due(request)})
+    urgent = []
+    for request in changed:
+      num_delivered = sum(stream.delivered.num_tokens - stream.seq.num_prompt for stream in request.streams)
+      is_due = not num_delivered or request.metrics.num_generated >= num_delivered + self.interval
+      if is_due or request.finished: self.deltas[request].append(self.new_output(request))
+      if not num_delivered or request.finished: urgent.append(request)
+    self.deliver(urgent if time.monotonic() < self.delivery_time else [*self.deltas])
 
   def new_output(self, request: Request) -> Delta:
     """Return a request's new output. If it cannot be built, end the request and return the error."""
@@ -97,10 +108,6 @@ class Driver:
       with contextlib.suppress(RuntimeError): self.llm.abort_request(request.request_id)
       return StepError(f"the request's output failed: {error}")
 
-  def is_due(self, request: Request) -> bool:
-    delivered = sum(stream.delivered.num_tokens - stream.seq.num_prompt for stream in request.streams)
-    return request.finished or not delivered or request.metrics.num_generated >= delivered + self.interval
-
   def fail(self, error: BaseException) -> None:
     """End the started requests, or all if none has started, since one of them may have caused the failure."""
     if self.readers: logger.exception("a step failed; its requests end")
@@ -108,15 +115,27 @@ class Driver:
     for request in started or [*self.readers]:   # the next step delivers requests that have finished
       if not request.finished: self.end(request, StepError(f"a step failed: {error}"))
 
-  def deliver(self, deltas: dict[Request, Delta]) -> None:
-    """Pass the deltas to their readers, with one call per event loop. Closed loops are skipped."""
+  def deliver_last(self, request: Request, delta: Delta) -> None:
+    self.deltas[request].append(delta)
+    self.deliver([request])
+
+  def deliver(self, requests: list[Request]) -> None:
+    """Pass the requests' deltas to their readers, with one call per event loop. Closed loops are skipped. On a CPU,
+    wait until the readers have run: they and the next step would delay each other."""
+    pause = self.write_seconds * min(32, len(requests))
+    self.delivery_time = max(self.delivery_time, time.monotonic() + pause)
+    have_run = threading.Event()
     calls = collections.defaultdict[Any, list[Callable[[], None]]](list)   # by loop
-    for request, delta in deltas.items():
-      last = isinstance(delta, Exception) or delta.finished
+    for request in requests:
+      deltas = self.deltas.pop(request)
+      last = isinstance(deltas[-1], Exception) or deltas[-1].finished
       reader = self.readers.pop(request) if last else self.readers[request]
-      calls[reader.loop].append(functools.partial(reader.receive, request, delta, last))
+      calls[reader.loop].append(functools.partial(reader.receive, request, deltas, last))
     for loop, batch in calls.items():
-      with contextlib.suppress(RuntimeError): loop.call_soon_threadsafe(lambda batch=batch: [call() for call in batch])
+      batch.append(functools.partial(loop.call_soon, have_run.set))   # runs after the readers
+      with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(lambda batch=batch: [call() for call in batch])
+        have_run.wait(pause)
 
 
 @dataclass(frozen=True)
@@ -184,8 +203,8 @@ class AsyncLLM:
     arrival = asyncio.Event()
     unfinished = set(requests)
 
-    def receive(request: Request, delta: Delta, last: bool) -> None:
-      received.append((request, delta))
+    def receive(request: Request, deltas: list[Delta], last: bool) -> None:
+      received.extend((request, delta) for delta in deltas)
       arrival.set()
       if not last: return
       unfinished.remove(request)

@@ -154,8 +154,7 @@ class Serving:
     try:
       async with contextlib.aclosing(self.loaded.stream(requests, on_end)) as stream:
         async for outputs in stream:
-          for i, _ in outputs:
-            if requests[i] in self.requests: self.observer.observe_tokens(requests[i])
+          for request in {requests[i] for i, _ in outputs} & self.requests: self.observer.observe_tokens(request)
           yield outputs
     finally: timer.cancel()
 
