@@ -79,9 +79,9 @@ class SamplingParams(request.SamplingParams):
   def clone(self) -> "SamplingParams": return dataclasses.replace(self)
 
   def processor(self, tokenizer: "ChatTokenizer", model: ModelConfig) -> "Processor | None":
-    num_others = len(dataclasses.fields(request.SamplingParams)) + 1   # skip_special_tokens changes no logits
-    is_plain = all(getattr(self, field.name) == field.default for field in dataclasses.fields(self)[num_others:])
-    return None if is_plain else Processor(self, tokenizer, model)
+    # After skip_special_tokens, which changes no logits
+    own_fields = dataclasses.fields(self)[len(dataclasses.fields(request.SamplingParams)) + 1:]
+    return Processor(self, tokenizer, model) if any(getattr(self, x.name) != x.default for x in own_fields) else None
 
 
 class Processor:
@@ -111,9 +111,10 @@ class Processor:
     if p.allowed_token_ids and banned.issuperset(p.allowed_token_ids): banned.clear()   # else no token would be left
     bias = {**(p.logit_bias or {}), **dict.fromkeys(banned, -math.inf)}
     counts = collections.Counter(seq.tokens[seq.num_prompt:] if self.has_penalty else ())
-    repeated = {*(counts if p.repetition_penalty == 1 else seq.tokens)}
-    return [(i, bias.get(i, 0.0), p.repetition_penalty if i in repeated else 1.0,
-             counts[i] * p.frequency_penalty + min(counts[i], 1) * p.presence_penalty) for i in repeated | bias.keys()]
+    repeated = counts if p.repetition_penalty == 1 else seq.tokens
+    penalties = {i: n * p.frequency_penalty + p.presence_penalty for i, n in counts.items()}
+    factors = dict.fromkeys(bias, 1.0) | dict.fromkeys(repeated, p.repetition_penalty)
+    return [(i, bias.get(i, 0.0), factor, penalties.get(i, 0.0)) for i, factor in factors.items()]
 
   def output_logprobs(self, seq: Sequence, start: int) -> tuple[list[dict[int, Logprob]] | None, float | None]:
     if self.params.logprobs is None: return None, None
