@@ -216,7 +216,8 @@ class Backend:
   `LLM(backend=MyBackend())`; examples/custom_backend.py replaces attention. Members without a docstring:
 
   Linear, GateUp, Norm, sampler: layers and sampler of a model. memory, graphs: policies. reads_early: True if a step's
-  results can be read while the next one runs. is_async: True if the host can build a step while the device runs one."""
+  results can be read while the next one runs. is_async: True if the host can build a step while the device runs one.
+  budget: default of max_num_batched_tokens; 512 tokens would take a second on a CPU and stall running sequences."""
   Linear: type[Linear] = Linear
   GateUp: type[GateUp] = GateUp
   Norm: type[Norm] = Norm
@@ -225,6 +226,7 @@ class Backend:
   graphs: Graphs = Graphs()
   reads_early = False
   is_async = property(lambda self: not cpu_cores())
+  budget = property(lambda self: 128 if cpu_cores() else 512)
 
   def pick_dtype(self, name: str, model: ModelConfig | None = None) -> str:
     """Return the dtype to compute a model in: `name`, or one that the device supports, with a warning."""

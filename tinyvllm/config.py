@@ -76,7 +76,7 @@ class EngineConfig(Options):
   dtype: str = option("auto", "Activation dtype; auto: float32 on a CPU, else float16", choices=DTYPES)
   max_model_len: int | None = option(None, "Context length in tokens (default: model's)", min=2, max=2**24)
   max_num_seqs: int = option(64, "Maximum running sequences", min=1, max=1024)
-  max_num_batched_tokens: int | None = option(None, "Token budget per step (default: 512, CPU 128)", min=1, max=16384)
+  max_num_batched_tokens: int | None = option(None, "Token budget per step (default: 128 to 2048)", min=1, max=16384)
   block_size: int = option(16, "Tokens per KV cache block", min=1, max=256)
   gpu_memory_utilization: float = option(0.9, "Fraction of free memory to use", min=0.01, max=1.0)
   num_gpu_blocks_override: int | None = option(None, "KV cache size in blocks (default: what fits)", min=2, max=2**24)

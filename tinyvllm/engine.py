@@ -6,7 +6,7 @@ from typing import Any
 
 from tinygrad import dtypes, helpers, nn
 
-from .backend import Backend, Devices, cpu_cores, exclusive, renderer
+from .backend import Backend, Devices, exclusive, renderer
 from .config import EngineConfig, InputError, JsonObject, ModelConfig, check, check_ids, logger
 from .llama import Checkpoint, Llama
 from .request import MAX_INT, CompletionOutput, Proposer, RequestOutput, SamplingParams, Sequence
@@ -86,10 +86,8 @@ class LoadedModel:
     limit = self.model_config.max_position_embeddings
     length = config.max_model_len or limit
     check(length <= limit, f"max_model_len={length} must be at most the model's {limit}")
-    # 512 tokens would take a second on a CPU and stall running sequences. The logits of a step are one tensor
-    budget = config.max_num_batched_tokens or max(config.max_num_seqs, 128 if cpu_cores() else 512)
-    max_rows = backend.memory.largest_tensor() // (4 * self.model_config.vocab_size)
-    budget = min(budget, 1 << max_rows.bit_length() - 1)
+    rows = backend.memory.largest_tensor() // (4 * self.model_config.vocab_size)   # the logits of a step are one tensor
+    budget = min(config.max_num_batched_tokens or max(config.max_num_seqs, backend.budget), 1 << rows.bit_length() - 1)
     check(config.max_num_seqs <= budget, f"max_num_seqs={config.max_num_seqs} must be at most max_num_batched_tokens="
           f"{budget}: a running sequence gets a token in each step")
     self.config = dataclasses.replace(config, max_model_len=length, max_num_batched_tokens=budget,

@@ -84,12 +84,13 @@ class Scheduler:
 
   def add(self, seq: Sequence) -> None: bisect.insort(self.waiting, seq)
 
-  def schedule(self) -> dict[Sequence, int]:
+  def schedule(self, budget: int = 0) -> dict[Sequence, int]:
     """Return the sequences of the next step and the number of tokens of each, with their blocks allocated.
+    budget: maximum number of tokens (default: max_num_batched_tokens).
     There is no prefill or decode phase: each sequence has a number of tokens left to compute. May preempt sequences,
     but never the oldest one of the highest priority, because all blocks together hold any single sequence."""
     batch: dict[Sequence, int] = {}
-    budget = self.config.max_num_batched_tokens or 0   # the engine has set it
+    budget = budget or self.config.max_num_batched_tokens or 0   # the engine has set it
     num_running = len(self.running)
     for seq in sorted(self.running, key=lambda seq: (seq.num_remaining > 1, seq)):   # decodes first
       num_tokens = 0 if seq.slot is None or seq.reached_max_len else min(seq.num_remaining, budget)

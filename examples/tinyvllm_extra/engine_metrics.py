@@ -3,7 +3,9 @@ import bisect, collections, dataclasses, math, time
 
 from tinyvllm.config import EngineConfig, JsonObject, logger
 from tinyvllm.request import Sequence
-from tinyvllm.scheduler import BlockManager, Scheduler
+from tinyvllm.scheduler import BlockManager
+
+from .kernels.pacing import PacedScheduler
 
 CACHE_OPTIONS = "block_size", "enable_prefix_caching", "gpu_memory_utilization", "num_gpu_blocks_override"
 STEP_SIZES = (1, *(2**i for i in range(3, 15)), math.inf)   # upper limits, in tokens
@@ -30,8 +32,8 @@ class RequestMetrics:
   latency = property(lambda self: self.finished_time - self.arrival_time)
 
 
-class MeteredScheduler(Scheduler):
-  """A Scheduler that counts events and sets the times of requests."""
+class MeteredScheduler(PacedScheduler):
+  """A scheduler that counts events and sets the times of requests."""
   def __init__(self, config: EngineConfig, blocks: BlockManager):
     super().__init__(config, blocks)
     self.counters = collections.Counter(

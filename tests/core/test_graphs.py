@@ -113,11 +113,11 @@ def test_enforce_eager_captures_nothing(fresh):
 def test_usual_sizes_end_with_the_largest_step(fresh, monkeypatch):
   assert usual_sizes(fresh().runner) == [1, 2, 4, 8, 16, 32]
   assert usual_sizes(fresh(max_num_batched_tokens=20).runner)[-1] == 32
-  runner = fresh(max_num_batched_tokens=256).runner
+  runner = fresh(max_num_batched_tokens=2048).runner
   monkeypatch.setattr(graphs, "renderer", lambda: SimpleNamespace(tensor_cores=True))
-  assert usual_sizes(runner) == [1, 8, 16, 32, 64, 256]
-  monkeypatch.setattr(runner, "max_rows", 128)
-  assert usual_sizes(runner) == [1, 8, 16, 32, 64, 128, 256]
+  assert usual_sizes(runner) == [1, 8, 16, 32, 64, 128, 512, 2048]
+  monkeypatch.setattr(runner, "max_rows", 256)
+  assert usual_sizes(runner) == [1, 8, 16, 32, 64, 128, 256, 512, 2048]
 
 
 def test_async_llm_captures_optional_graphs_while_idle(words_folder, monkeypatch):

@@ -23,6 +23,9 @@ class FastBackend(MixtureBackend):
   kv_layout = staticmethod(tensor_cores.kv_layout)
   attend = staticmethod(tensor_cores.attend)
 
+  # Tensor cores need many rows; PacedScheduler takes fewer while sequences decode
+  budget = property(lambda self: 2048 if matmul.speaks_cuda() and renderer().tensor_cores else super().budget)
+
   def __init__(self) -> None: self.graphs = graphs.FewGraphs()
 
   def run_layers(self, layers: list, x: Tensor, delta: Tensor, caches: list[list[Tensor]], *inputs: Any) -> tuple:

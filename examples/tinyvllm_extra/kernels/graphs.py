@@ -14,6 +14,7 @@ from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, Runner, build_step, next_power_of_two
 
 from .cpu import CAPTURES
+from .pacing import PROMPT, PacedScheduler
 from .step_cache import restore
 from .tinygrad_patches import num_compiled
 
@@ -76,12 +77,12 @@ class FewGraphs(backend.Graphs):
 
 
 def usual_sizes(runner: Runner) -> list[int]:
-  """Return the step sizes in tokens to capture on this device. Tensor cores compute 8 tokens in the time of 2, and
-  steps with more tokens than sequences are prefill, with many tokens."""
+  """Return the step sizes in tokens to capture on this device. Tensor cores compute 8 tokens in the time of 2. Steps
+  with more tokens than sequences have prompts, which PacedScheduler splits by size."""
   largest = next_power_of_two(runner.config.max_num_batched_tokens or 0)   # the engine has set it
   sizes = [1 << i for i in range(largest.bit_length())]
   if not renderer().tensor_cores: return sizes
-  return [size for size in sizes if size in (1, largest) or 8 <= size <= max(64, runner.max_rows)]
+  return [size for size in sizes if size in (1, PROMPT, 4 * PROMPT, largest) or 8 <= size <= max(64, runner.max_rows)]
 
 
 def capture(engine: Engine, sizes: list[int] | None, variants: Sequence[Variant]) -> Iterator[str]:
@@ -94,6 +95,7 @@ def capture(engine: Engine, sizes: list[int] | None, variants: Sequence[Variant]
   num_kernels = num_compiled()
   sizes = [] if engine.config.enforce_eager else sorted(sizes or usual_sizes(engine.runner))
   if isinstance(engine.backend.graphs, FewGraphs): engine.backend.graphs.capture_sizes = sizes
+  if isinstance(engine.scheduler, PacedScheduler): engine.scheduler.sizes = sizes
   first = min([size for size in sizes if size >= FIRST_SIZE], default=max(sizes, default=0))
   keys = [GraphKey(size, min(size, engine.runner.max_rows), *variant) for size in sizes for variant in variants]
   keys.sort(key=lambda key: (key.num_tokens != first, min(key.num_tokens, 2), [-x for x in sizes_of(key)[2:]]))

@@ -15,6 +15,8 @@ from tinyvllm.backend import cpu_cores
 from .cpu import EXP2
 
 
+TINYGRAD = importlib.metadata.version("tinygrad")
+SECONDS = 60   # after which a process that lowers kernels ends
 PATCHES = pathlib.Path(__file__).with_name("tinygrad_patches.py")   # change the program of an unchanged kernel
 
 
@@ -53,6 +55,7 @@ class KernelFolder:
     """Write the kernels' files, and end this process. A kernel that fails does so again in the parent process."""
     try:
       signal.signal(signal.SIGINT, signal.SIG_IGN)
+      signal.alarm(SECONDS)   # ends this process if a lock of another thread stops it; the parent lowers the rest
       ctypes.CDLL(None).prctl(1, signal.SIGKILL)   # PR_SET_PDEATHSIG: end with the parent process
       self.thread = concurrent.futures.ThreadPoolExecutor(1)   # threads end at a fork
       for finish in [self.begin(*kernel) for kernel in kernels]: finish()
@@ -78,7 +81,7 @@ class KernelFolder:
   def file(self, renderer: Renderer, *content: object) -> pathlib.Path:
     """Return the file of what `renderer` makes of `content` with these versions, flags and settings."""
     settings = [x.value for x in codegen.to_program_config]
-    version = importlib.metadata.version("tinygrad"), __version__, PATCHES.read_bytes(), EXP2
+    version = TINYGRAD, __version__, PATCHES.read_bytes(), EXP2
     compiler = type(renderer), renderer.target, getattr(renderer.compiler, "args", None), self.compiler
     return self.path / hashlib.sha256(repr((content, compiler, settings, version)).encode()).hexdigest()
 
