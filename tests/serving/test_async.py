@@ -12,6 +12,7 @@ from helpers.protocol import SMALL
 from helpers.servers import wait_until
 
 from tinyvllm import SamplingParams, runner
+from tinyvllm_extra.serving import async_engine
 from tinyvllm_extra.serving.async_engine import AsyncLLM, StepError
 
 CASES = read_data("server_cases.json")
@@ -280,3 +281,17 @@ def test_shutdown_ends_running_and_later_requests(words_folder):
   finish(run())
   llm.shutdown()   # does nothing
   assert not llm.llm.has_unfinished_requests() and "runner" not in vars(llm.llm)
+
+
+def test_shutdown_on_a_cpu_does_not_wait_for_a_slow_capture(words_folder, monkeypatch):
+  monkeypatch.setattr(async_engine, "CAPTURE_SECONDS", 0.05)
+  monkeypatch.setattr(async_engine, "cpu_cores", lambda: 2)
+  llm, gate = AsyncLLM(words_folder, **SMALL), threading.Event()
+  llm._driver.captures = threading.Thread(target=gate.wait, daemon=True)
+  llm._driver.captures.start()
+  llm.shutdown()
+  assert not llm._thread.is_alive() and "runner" in vars(llm.llm), "its thread still uses the memory"
+  gate.set()
+  llm._driver.captures.join()
+  llm.shutdown()
+  assert "runner" not in vars(llm.llm)

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tinyvllm.backend import cpu_cores
 from tinyvllm.config import logger, option
 from tinyvllm.engine import Params, Prompt, Request, RequestOutput
 from tinyvllm_extra.kernels.graphs import CaptureThread
@@ -13,6 +14,7 @@ from tinyvllm_extra.options import takes
 
 Delta = RequestOutput | Exception      # a request's new text and tokens, or the error that ended it
 IndexedOutput = tuple[int, RequestOutput]   # index of the request, its new text and tokens
+CAPTURE_SECONDS = 5.0   # maximum time that a shutdown waits for a capture on a CPU
 IDLE_SECONDS = 2.0   # time without a request before graphs of optional features are captured
 
 
@@ -170,13 +172,14 @@ class AsyncLLM:
 
   def shutdown(self) -> None:
     """Stop the engine thread after the current step or capture: tinygrad cannot close a device during a capture.
-    Unfinished and later requests end with StepError. Give the memory back to the system."""
+    Unfinished and later requests end with StepError. Give the memory back to the system; on a CPU not if a capture
+    lasts longer than CAPTURE_SECONDS, as its thread has a low priority and a CPU need not be closed."""
     self._driver.captures.should_end = True
     self.save_prefix_cache()
     self._driver.inbox.put(self._driver.end_thread)
     self._thread.join()
-    self._driver.captures.join()
-    self.llm.shutdown()
+    self._driver.captures.join(CAPTURE_SECONDS if cpu_cores() else None)
+    if not self._driver.captures.is_alive(): self.llm.shutdown()
 
   def save_prefix_cache(self) -> None:
     """Write the prefix cache file, if one is set, after the current step; log a failure. Any thread or signal handler
