@@ -1,20 +1,21 @@
 """Saves the prefix cache, cached blocks with their hashes, to a file for a restarted engine. A file is only loaded into
 an engine that would compute the same blocks, a block with a wrong checksum is never loaded, and a file is replaced
 completely or not at all."""
-import collections, contextlib, functools, hashlib, os, pathlib, tempfile, time, weakref, zlib
-from collections.abc import Iterator
+import collections, contextlib, functools, hashlib, math, os, pathlib, tempfile, time, weakref, zlib
+from collections.abc import Iterator, Mapping
 from typing import BinaryIO
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from tinygrad import Device, Tensor, TinyJit, dtypes
+from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 
 from tinyvllm.backend import exclusive
 from tinyvllm.config import JsonObject, ModelConfig, check, logger
 from tinyvllm.engine import Engine
 from tinyvllm_extra.formats.checkpoints import open_checkpoint
 from tinyvllm_extra.formats.tensor_files import write_safetensors
-from tinyvllm_extra.kernels.buffers import buffers_of, copy_blocks, copy_to_devices, write
+from tinyvllm_extra.kernels.buffers import buffers_of, copy_to_devices, write
+from tinyvllm_extra.kernels.schedule import kernel_of
 from tinyvllm_extra.sampling.speculation import SpeculativeProposer
 
 MAGIC = b'{"__metadata__": {"format": "'   # start of the JSON header
@@ -23,6 +24,22 @@ MAX_BYTES = 2**26      # maximum bytes of blocks to copy at a time, but at least
 SAMPLE_BYTES = 2**16   # bytes of a weight to hash, at each of four offsets
 
 identities = weakref.WeakKeyDictionary[Engine, dict[str, str]]()
+
+
+def copy_kernel(out: UOp, targets: UOp, source: UOp, blocks: UOp) -> UOp:
+  """out[targets[i]] = source[blocks[i]], in place."""
+  size = math.prod(out.shape[1:])
+  i = UOp.range(targets.shape[0], 0)
+  j = UOp.range(size, 1)
+  value = source.base.index(blocks[i].load() * size + j)
+  return kernel_of("copy_blocks", out.base.index(targets[i].load() * size + j).store(value))
+
+
+def copy_blocks(out: list[Tensor], targets: Mapping[object, Tensor], source: list[Tensor],
+                blocks: Mapping[object, Tensor]) -> None:
+  """Copy blocks on the device. targets, blocks: block numbers by device."""
+  Tensor.realize(*[x.custom_kernel(targets[x.device], y, blocks[x.device], fxn=copy_kernel)[0]
+                   for x, y in zip(out, source, strict=True)])
 
 
 def fingerprint(path: pathlib.Path, config: ModelConfig) -> str:

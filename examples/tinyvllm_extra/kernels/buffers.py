@@ -1,35 +1,14 @@
-"""A tensor's buffers on its devices, and copies of KV cache blocks between tensors."""
-import math
-from collections.abc import Mapping
-
+"""A tensor's buffers on its devices."""
 import numpy as np
-from tinygrad import Tensor, UOp, dtypes
+from tinygrad import Tensor, dtypes
 from tinygrad.device import Buffer, MultiBuffer
 from tinygrad.dtype import DType, _from_np_dtype
-
-from .schedule import kernel_of
 
 
 def buffers_of(tensor: Tensor) -> list[Buffer]:
   """Return the tensor's buffer on each device."""
   buffer = tensor.uop.buffer
   return [x.ensure_allocated() for x in (buffer.bufs if isinstance(buffer, MultiBuffer) else [buffer])]
-
-
-def copy_kernel(out: UOp, targets: UOp, source: UOp, blocks: UOp) -> UOp:
-  """out[targets[i]] = source[blocks[i]], in place."""
-  size = math.prod(out.shape[1:])
-  i = UOp.range(targets.shape[0], 0)
-  j = UOp.range(size, 1)
-  value = source.base.index(blocks[i].load() * size + j)
-  return kernel_of("copy_blocks", out.base.index(targets[i].load() * size + j).store(value))
-
-
-def copy_blocks(out: list[Tensor], targets: Mapping[object, Tensor], source: list[Tensor],
-                blocks: Mapping[object, Tensor]) -> None:
-  """Copy blocks on the device. targets, blocks: block numbers by device."""
-  Tensor.realize(*[x.custom_kernel(targets[x.device], y, blocks[x.device], fxn=copy_kernel)[0]
-                   for x, y in zip(out, source, strict=True)])
 
 
 def write(buffer: Buffer, array: np.ndarray) -> None: buffer.allocator._copyin(buffer._buf, array.data.cast("B"))

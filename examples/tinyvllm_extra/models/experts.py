@@ -46,6 +46,28 @@ def choose_experts(logits: Tensor, k: int, is_normalized: bool) -> tuple[Tensor,
   return ids.contiguous(), weights.contiguous()
 
 
+def numbers(count: int) -> Tensor: return Tensor.arange(count, dtype=dtypes.int32)
+def sums(x: Tensor) -> Tensor: return x.sum(1, dtype=dtypes.int32)
+
+
+def group_by_expert(experts: Tensor, count: int, rows: int) -> Tensor:
+  """Return groups of up to `rows` pairs with the same expert, (G, 1 + rows) int32: the expert, then its pairs, P for
+  none, sorted by expert. experts: (P,) int32, the expert of each pair, one of `count`."""
+  num_pairs = experts.max_shape[0]
+  num_groups = (num_pairs + count * (rows - 1)) // rows               # at most
+  expert, pair = numbers(count), numbers(num_pairs)
+  sizes = sums(experts == expert.unsqueeze(1))                        # (E,), pairs of each expert
+  groups = ((sizes + rows - 1) // rows).contiguous()
+  before = sums((expert < experts.unsqueeze(1)).where(groups, 0))     # (P,), groups of earlier experts
+  rank = sums((experts == experts.unsqueeze(1)) & (pair < pair.unsqueeze(1)))   # (P,), earlier pairs of the expert
+  place = (before * rows + rank).contiguous()                         # (P,), a pair's place in the groups
+  places = numbers(num_groups * rows).unsqueeze(1)
+  targets = sums((place == places).where(pair - num_pairs, 0)) + num_pairs    # (G * rows,)
+  ends = sums((expert <= expert.unsqueeze(1)).where(groups, 0)).contiguous()   # (E,)
+  group_experts = sums(ends <= numbers(num_groups).unsqueeze(1)).minimum(count - 1)   # (G,)
+  return group_experts.reshape(-1, 1).cat(targets.reshape(-1, rows), dim=1).contiguous()
+
+
 class MixtureLayer(VariantLayer):
   """A transformer block with experts."""
   config: MixtureConfig
