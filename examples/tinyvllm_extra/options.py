@@ -35,7 +35,7 @@ class LLMConfig(EngineConfig):
   cudagraph_capture_sizes: list[int] | None = option(None, "Step sizes in tokens to capture at startup (default: none)")
   speculative_config: JsonObject | None = option(None, 'Draft method, as in {"method": "ngram"} (default: none)')
   generation_config: str = option("auto", "Sampling defaults; auto: the model's, vllm: none", choices=("auto", "vllm"))
-  max_pause: float = option(0.1, "Maximum seconds of a step while sequences decode", min=0, max=3600)
+  max_pause: float = option(0.1, "Maximum seconds of a step of over 128 tokens while others decode", min=0, max=3600)
   scheduling_policy: str = option("fcfs", "Request order; priority: lowest number first", choices=("fcfs", "priority"))
   runner: str = option("auto", "pooling: embeddings; generate: text; auto: by modules.json",
                        choices=("auto", "generate", "pooling"))

@@ -39,20 +39,21 @@ def test_steps_are_smaller_while_sequences_decode_until_they_are_fast_enough():
 
 
 def test_time_of_a_step_begins_at_its_launch_or_when_the_step_before_ended(monkeypatch):
-  clock = iter([1.0, 1.5, 3.0, 9.0, 10.0, 10.5]).__next__
+  clock = iter([1.0, 1.5, 3.0, 4.0, 9.0, 10.0, 10.5]).__next__
   scheduler = scheduler_of([], [])
   monkeypatch.setattr(pacing.Scheduler, "start_step", lambda *_: None)
   monkeypatch.setattr(pacing.Scheduler, "update", lambda *_: None)
   monkeypatch.setattr(pacing, "time", type("Clock", (), {"monotonic": staticmethod(clock)}))
-  def launch(): pacing.PacedScheduler.start_step(scheduler, {})
+  def launch(tokens): pacing.PacedScheduler.start_step(scheduler, {"a": tokens - 1, "b": 1})
   def end(tokens): pacing.PacedScheduler.update(scheduler, {"a": range(tokens - 1), "b": range(1)}, {})
-  launch()        # at 1.0
-  launch()        # at 1.5, while the first one runs
+  launch(128)     # at 1.0
+  launch(512)     # at 1.5, while the first one runs
   end(128)        # at 3.0
+  end(5)          # at 4.0: a further draft token of the same step
   end(512)        # at 9.0
-  launch()        # at 10.0
+  launch(64)      # at 10.0
   end(64)         # at 10.5
-  assert scheduler.seconds == {128: 2.0, 512: 6.0, 64: 0.5}
+  assert scheduler.seconds == {128: 2.0, 512: 5.0, 64: 0.5}
 
 
 def test_outputs_do_not_depend_on_the_pace(words_folder):
@@ -60,6 +61,7 @@ def test_outputs_do_not_depend_on_the_pace(words_folder):
   params = SamplingParams(max_tokens=6, temperature=0)
   def outputs(**options):
     llm = LLM(words_folder, max_model_len=256, max_num_batched_tokens=256, **options)
-    llm.scheduler.sizes = [1, 8, 128] if options else []
+    for _ in llm.capture([8, 128]) if options else (): pass
+    assert llm.scheduler.sizes == ([8, 128] if options else [])
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
   assert outputs(max_pause=0.0) == outputs()

@@ -55,6 +55,7 @@ class KernelFolder:
     """Write the kernels' files, and end this process. A kernel that fails does so again in the parent process."""
     try:
       signal.signal(signal.SIGINT, signal.SIG_IGN)
+      signal.signal(signal.SIGALRM, signal.SIG_DFL)
       signal.alarm(SECONDS)   # ends this process if a lock of another thread stops it; the parent lowers the rest
       ctypes.CDLL(None).prctl(1, signal.SIGKILL)   # PR_SET_PDEATHSIG: end with the parent process
       self.thread = concurrent.futures.ThreadPoolExecutor(1)   # threads end at a fork
