@@ -129,11 +129,6 @@ def test_server_uses_generation_config_for_missing_fields(defaults_folder, optio
     assert texts(server, temperature=0) != plain
 
 
-def test_best_of_is_accepted_if_equal_to_n():
-  assert SamplingParams(best_of=1) == SamplingParams() and SamplingParams(n=2, best_of=2).n == 2
-  with pytest.raises(ValueError, match="best_of=3 .*not supported.*n=2"): SamplingParams(n=2, best_of=3)
-
-
 def test_detokenize_false_leaves_text_empty(words_llm):
   plain, bare = (SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, detokenize=x) for x in (True, False))
   copy = bare.clone()

@@ -40,9 +40,9 @@ def test_tag_grammar_gives_each_tag_its_own_trigger(added, is_special):
 
 
 def test_former_and_unsupported_parameters_of_vllm(words_llm):
-  same = SamplingParams(guided_decoding={"choice": ["a"]}, spaces_between_special_tokens=False, extra_args={})
-  assert same.structured_outputs == StructuredOutputsParams(choice=["a"])
+  assert SamplingParams(spaces_between_special_tokens=False, extra_args={}) == SamplingParams()
   output, = words_llm.generate("the cat sat", SamplingParams(truncate_prompt_tokens=2, max_tokens=1))
   assert output.prompt_token_ids == words_llm.tokenizer.encode("the cat sat")[-2:]
   for name, value in {"logits_processors": [len], "extra_args": {"a": 1}, "truncate_prompt_tokens": 0}.items():
     with pytest.raises(InputError, match=f"{name}.*(logit_bias|at least 1)"): SamplingParams(**{name: value})
+  with pytest.raises(InputError, match="'guided_decoding'; .*structured_outputs"): SamplingParams(guided_decoding={})

@@ -38,16 +38,15 @@ def test_text_offsets_of_stream_equal_whole_response(server, size, echo):
   assert choice["text"].endswith(text) and len(choice["logprobs"]["text_offset"]) >= 12
 
 
-FORMATS = read_data("guided_formats.json")
+FORMATS = read_data("output_formats.json")
 SQL_TEXT = r"SELECT col_[12]  from table_[12]  where col_[12] = [12]"
 
 
 @pytest.mark.parametrize("path", ROUTES)
-@pytest.mark.parametrize("backend", ["outlines", "xgrammar", "guidance"])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_guided_samples_follow_the_format(server, path, kind, backend):
-  body = {**ROUTES[path], f"guided_{kind}": FORMATS[kind], "guided_decoding_backend": backend, "n": 3, "seed": 1,
-          "temperature": 1.0, "max_tokens": 500, "guided_whitespace_pattern": " ?" if kind == "json" else None}
+def test_structured_samples_follow_the_format(server, path, kind):
+  structured_outputs = {kind: FORMATS[kind], "whitespace_pattern": " ?" if kind == "json" else None}
+  body = {**ROUTES[path], "structured_outputs": structured_outputs, "n": 3, "seed": 1, "max_tokens": 500}
   for _, text, *_ in rows_of(server.post(path, body).json()):
     if kind == "json": jsonschema.validate(json.loads(text), FORMATS["json"])
     elif kind == "choice": assert text in FORMATS["choice"]

@@ -39,23 +39,19 @@ class SamplingParams(request.SamplingParams):
   structured_outputs: Any = option(None, 'Required format, as in {"regex": "[0-9]+"} (default: any)')
 
   # vLLM's parameters that are neither flags nor request fields
-  best_of: dataclasses.InitVar[int | None] = option(None, "Must be None or n")
   detokenize: dataclasses.InitVar[bool] = option(True, "Return text; False: only token ids")
   truncate_prompt_tokens: dataclasses.InitVar[int | None] = option(None, "Keep the prompt's last tokens (default: all)")
-  guided_decoding: dataclasses.InitVar[Any] = option(None, "Former name of structured_outputs")
   spaces_between_special_tokens: dataclasses.InitVar[bool] = option(True, "No effect: the tokenizer adds none")
   logits_processors: dataclasses.InitVar[list | None] = option(None, "Must be None: use logit_bias or bad_words")
   extra_args: dataclasses.InitVar[dict | None] = option(None, "Must be None")
 
   def __post_init__(self, *init_values: Any) -> None:
-    best_of, detokenize, limit, guided_decoding, _, logits_processors, extra_args = init_values
+    detokenize, limit, _, logits_processors, extra_args = init_values
     for name, x in {"logits_processors": logits_processors, "extra_args": extra_args}.items():
       check(not x, f"{name} is not supported: use logit_bias, allowed_token_ids, bad_words or structured_outputs")
     check(limit is None or type(limit) is int and limit > 0, f"truncate_prompt_tokens={limit!r} must be at least 1")
-    check(best_of in (None, self.n), f"best_of={best_of!r} is not supported, only n={self.n}: leave it out")
     check(detokenize or not self.stop, "detokenize=False conflicts with stop: use stop_token_ids")
     vars(self).update(truncate_prompt_tokens=limit, detokenize=detokenize)
-    if guided_decoding is not None: vars(self)["structured_outputs"] = guided_decoding
     if isinstance(self.logit_bias, dict):   # JSON has keys of type str
       vars(self)["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in self.logit_bias.items()}
       invalid = [i for i in self.logit_bias if type(i) is not int][:1]

@@ -33,7 +33,6 @@ class StructuredOutputsParams:
   structural_tag: str | dict | None = None   # text with tags, whose content follows JSON schemas
   disable_any_whitespace: bool = False       # JSON has no white space
   whitespace_pattern: str | None = None      # regular expression of JSON's white space
-  disable_fallback: bool = False             # no effect: there is one library
   # Free text before the format, such as reasoning: openings and the markers that end it; (): it lasts to the end
   escapes: dict | None = None
   opened: tuple = ()                         # markers that end the free text that the prompt opened

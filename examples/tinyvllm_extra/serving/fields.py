@@ -26,7 +26,7 @@ Prompts = (str | Annotated[list[str], FailFast()] | Annotated[list[int], FailFas
 # Fields of OpenAI and vLLM without effect here, limited to the values for which that is true
 NO_EFFECT: dict[str, object] = {
   **dict.fromkeys(["user", "service_tier", "reasoning_effort", "verbosity", "prompt_cache_key", "safety_identifier",
-                   "prompt_cache_retention", "request_id", "session_id", "guided_decoding_backend"], str),
+                   "prompt_cache_retention", "request_id", "session_id"], str),
   **dict.fromkeys(["metadata", "prediction", "mm_processor_kwargs", "media_io_kwargs"], dict),
   **dict.fromkeys(["store", "parallel_tool_calls", "include_reasoning", "spaces_between_special_tokens"], bool),
   **dict.fromkeys(["tools", "functions", "documents", "logits_processors"], Annotated[list, Nothing]),
@@ -48,6 +48,7 @@ class UnknownFields:
   def check(self, name: str, value: object) -> None:
     """Raises InputError for a field that must not be ignored."""
     short = name[:MAX_NAME_LENGTH].encode(errors="replace").decode()
+    check(not name.startswith("guided_"), f"{short}: vLLM has removed it: use structured_outputs")
     check(not value or name not in REFUSED, f"{short}: not supported by this route: leave it out")
     check(not self.strict, f"{short}: unknown field: leave it out, or start the server without --strict-fields")
     if short in self.names or len(self.names) >= MAX_NAMES: return

@@ -65,10 +65,7 @@ class AllowedTools(Body): tools: list[Tool]
 class AllowedToolsChoice(Body): type: Literal["allowed_tools"]
 
 
-# vLLM's former names of structured_outputs
-GUIDED = {"guided_json": str | dict, "guided_regex": str, "guided_choice": list, "guided_grammar": str,
-          "guided_json_object": bool, "guided_whitespace_pattern": str}
-COMMON = SAMPLING | NO_EFFECT | GUIDED | {
+COMMON = SAMPLING | NO_EFFECT | {
   "model": str, "stream": bool, "stream_options": StreamOptions, "response_format": ResponseFormat, "priority": Int,
   "truncation_side": Literal["left", "right"], "truncate_prompt_tokens": Int, "cache_salt": str,
   "repeat_penalty": float, **dict.fromkeys(["echo", "return_token_ids", "return_tokens_as_token_ids",
@@ -159,10 +156,9 @@ def sampling_params(body: GenerationRequest, defaults: JsonObject,
 
 
 def structured_outputs(body: GenerationRequest) -> JsonObject | None:
-  """Return the constraint that structured_outputs, guided_*, response_format or tool_choice asks for."""
-  guided = {name.removeprefix("guided_"): value for name, value in body if name in GUIDED and value is not None}
-  constraints = {"structured_outputs": body.structured_outputs, "guided_*": guided or None,
-                 "response_format": format_constraint(body.response_format)}
+  """Return the constraint that structured_outputs, response_format or tool_choice asks for."""
+  form = format_constraint(body.response_format)
+  constraints = {"structured_outputs": body.structured_outputs, "response_format": form}
   if isinstance(body, ChatCompletionRequest):
     choice = tool_choice_of(body)
     schema = calls_schema(tools_of(body), choice, body.parallel_tool_calls is not False)
@@ -189,8 +185,8 @@ def escapes_of(body: GenerationRequest, ids: list[int], output_format: OutputFor
   if not isinstance(body, ChatCompletionRequest): return {}
   opened = output_format.opened_by(prompt_end(ids, tokenizer))
   has_tools = bool(tools_of(body)) and not requires_call(tool_choice_of(body))
-  is_exact = any(value is not None for name, value in body if name in GUIDED or name == "structured_outputs")
-  return {"escapes": {} if is_exact else output_format.escapes(has_tools), "opened": opened.closings if opened else ()}
+  escapes = output_format.escapes(has_tools) if body.structured_outputs is None else {}
+  return {"escapes": escapes, "opened": opened.closings if opened else ()}
 
 
 def prompt_end(ids: list[int], tokenizer: ChatTokenizer) -> str: return tokenizer.decode(ids[-16:], False)
