@@ -1,7 +1,7 @@
 """Saves the prefix cache, cached blocks with their hashes, to a file for a restarted engine. A file is only loaded into
 an engine that would compute the same blocks, a block with a wrong checksum is never loaded, and a file is replaced
 completely or not at all."""
-import collections, contextlib, functools, hashlib, math, os, pathlib, tempfile, time, weakref, zlib
+import collections, contextlib, functools, hashlib, json, math, os, pathlib, tempfile, time, weakref, zlib
 from collections.abc import Iterator, Mapping
 from typing import BinaryIO
 
@@ -13,7 +13,6 @@ from tinyvllm.backend import exclusive
 from tinyvllm.config import JsonObject, ModelConfig, check, logger
 from tinyvllm.engine import Engine
 from tinyvllm_extra.formats.checkpoints import open_checkpoint
-from tinyvllm_extra.formats.tensor_files import write_safetensors
 from tinyvllm_extra.kernels.buffers import buffers_of, copy_to_devices, write
 from tinyvllm_extra.kernels.schedule import kernel_of
 from tinyvllm_extra.sampling.speculation import SpeculativeProposer
@@ -158,23 +157,36 @@ def save_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
     most_recent = dict.fromkeys([*in_use, *reversed(pool.evictable)])
     cached = [block for block in most_recent if pool.is_cached(block)]
     if not cached: return 0
-    with atomic_write(target) as file: write_safetensors(file, file_content(engine, cached), 2**14, identity(engine))
+    with atomic_write(target) as file: write_blocks(engine, file, cached)
   logger.info(f"prefix cache: {len(cached)} blocks, {target.stat().st_size / 2**20:.0f} MiB, written to {path} in "
               f"{time.perf_counter() - started:.1f} s")
   return len(cached)
 
 
-def file_content(engine: Engine, cached: list[int]) -> Iterator[tuple[str, np.ndarray]]:
-  """Yield the tensors of a file, the blocks in parts, as all of them may be as large as the device's memory."""
+def layout(count: int, row_bytes: int) -> dict[str, tuple[str, list[int]]]:
+  """Return the dtypes and shapes of a file's tensors, in their order."""
+  return {"keys": ("U8", [count, 32]), "blocks": ("U8", [count, row_bytes]), "checksums": ("U32", [count])}
+
+
+def write_blocks(engine: Engine, file: BinaryIO, cached: list[int]) -> None:
+  """Write a safetensors file, the blocks in parts: all of them may be as large as the device's memory. safetensors' own
+  writer needs all tensors in memory."""
   blocks = Blocks(engine)
+  header: JsonObject = {"__metadata__": identity(engine)}
+  end = 0
+  for name, (dtype, shape) in layout(len(cached), blocks.row_bytes).items():
+    start, end = end, end + math.prod(shape) * int(dtype[1:]) // 8
+    header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+  text = json.dumps(header).encode()
+  text = text.ljust(-(-len(text) // 8) * 8)
   hashes = [engine.blocks.block_hashes[block] for block in cached]
   checksums = list[int]()
-  yield "keys", np.frombuffer(b"".join(hashes), np.uint8).reshape(len(cached), -1)
+  file.write(len(text).to_bytes(8, "little") + text + b"".join(hashes))
   for i in range(0, len(cached), blocks.count):
     rows = blocks.read(cached[i:i + blocks.count])
     checksums += map(checksum, hashes[i:i + blocks.count], rows)
-    yield "blocks", rows
-  yield "checksums", np.array(checksums, "<u4")
+    file.write(rows.data)
+  file.write(np.array(checksums, "<u4").data)
 
 
 def load_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
@@ -195,24 +207,18 @@ def load_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
   return count
 
 
-def check_identity(engine: Engine, metadata: dict[str, str], prefix: str) -> None:
-  expected = identity(engine)
-  differences = [f"{name} {metadata.get(name)!r}, here {expected[name]!r}"
-                 for name in expected if metadata.get(name) != expected[name]]
-  check(expected == metadata, f"{prefix} has blocks that do not fit this engine "
-        f"({'; '.join(differences)}): remove it, or choose another file")
-
-
 def read_blocks(engine: Engine, file: safe_open, prefix: str) -> int:
   """Validate a safetensors file and load its blocks. prefix: start of error messages."""
-  check_identity(engine, file.metadata() or {}, prefix)
+  metadata, own = file.metadata() or {}, identity(engine)
+  differences = [f"{name} {metadata.get(name)!r}, here {x!r}" for name, x in own.items() if metadata.get(name) != x]
+  check(own == metadata, f"{prefix} has blocks that do not fit this engine ({'; '.join(differences)}): remove it, or "
+        "choose another file")
   blocks = Blocks(engine)
   pool = engine.blocks
   slices = {name: file.get_slice(name) for name in ("keys", "blocks", "checksums")}
   actual = {name: (x.get_dtype(), x.get_shape()) for name, x in slices.items()}
   n = actual["keys"][1][0]
-  expected = {"keys": ("U8", [n, 32]), "blocks": ("U8", [n, blocks.row_bytes]), "checksums": ("U32", [n])}
-  check(actual == expected, f"{prefix} is damaged: remove it")
+  check(actual == layout(n, blocks.row_bytes), f"{prefix} is damaged: remove it")
   hashes = [row.tobytes() for row in slices["keys"][:]]
   checksums = slices["checksums"][:]
   uncached = [i for i in range(n) if hashes[i] not in pool.cached_blocks]

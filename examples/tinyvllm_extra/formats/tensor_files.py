@@ -1,19 +1,16 @@
-"""A tensor in a file, and the reader and writer of safetensors files."""
-import dataclasses, json, math, pathlib
-from collections.abc import Iterable
-from typing import BinaryIO
+"""A tensor in a file, and the reader of safetensors files."""
+import dataclasses, math, pathlib
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from tinyvllm.config import JsonObject, check
+from tinyvllm.config import check
 from tinyvllm_extra.kernels.quantized import E4M3
 
 # numpy's dtypes by their names in the files. It has no bfloat16
 FLOATS: dict[str, np.dtype] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 NUMBERS: dict[str, np.dtype] = {   # in quantized matrices
   "U8": np.dtype("u1"), "I8": np.dtype("i1"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8"), "F8_E4M3": E4M3}
-WRITTEN = {dtype: name for name, dtype in {**FLOATS, **NUMBERS, "U32": np.dtype("<u4")}.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,23 +47,3 @@ def read_safetensors(path: pathlib.Path, supported: dict[str, np.dtype]) -> dict
     tensors[name] = StoredTensor(path, supported[dtype], tuple(x.get_shape()), start)
     start += tensors[name].nbytes
   return tensors
-
-
-def write_safetensors(file: BinaryIO, parts: Iterable[tuple[str, np.ndarray]], header_size: int,
-                      metadata: dict[str, str] | None = None) -> None:
-  """Write tensors part by part: arrays of one name, one after the other, are stacked. safetensors' own writer needs all
-  tensors in memory. header_size: bytes to reserve, a multiple of 8."""
-  header: JsonObject = {"__metadata__": metadata} if metadata else {}
-  end = 0
-  file.seek(8 + header_size)
-  for name, array in parts:
-    new = {"dtype": WRITTEN[array.dtype], "shape": [0, *array.shape[1:]], "data_offsets": [end, end]}
-    file.write(np.ascontiguousarray(array).data)
-    end += array.nbytes
-    info = header.setdefault(name, new)
-    info["shape"][0] += len(array)
-    info["data_offsets"][1] = end
-  text = json.dumps(header).encode().ljust(header_size)
-  assert len(text) == header_size
-  file.seek(0)
-  file.write(header_size.to_bytes(8, "little") + text)

@@ -1,7 +1,7 @@
 """Beam search outside the engine, with vLLM's names. Each step calls `LLM.generate` for one token per beam, then keeps
 the beams with the largest sums of log probabilities; the prefix cache avoids recomputation."""
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import MISSING, dataclass, field
+from typing import NamedTuple
 
 from tinyvllm.config import Options, check, option
 from tinyvllm.engine import Engine, Prompt
@@ -11,17 +11,12 @@ from tinyvllm_extra.options import check_no_lora
 from .params import Logprob, SamplingParams
 
 
-def required(help: str, **limits: Any) -> Any:
-  """Define an option without a default."""
-  return field(metadata=option(None, help, **limits).metadata)
-
-
 @dataclass(frozen=True)
 class BeamSearchParams(Options):
   """Beam search parameters, under vLLM's names. Raises InputError for values out of range or unsupported."""
   # At most half of the maximum `logprobs`, because each beam requests twice as many
-  beam_width: int = required("number of beams", min=1, max=10)
-  max_tokens: int = required("maximum tokens to generate", min=1, max=2**31 - 1)
+  beam_width: int = option(MISSING, "number of beams", min=1, max=10)
+  max_tokens: int = option(MISSING, "maximum tokens to generate", min=1, max=2**31 - 1)
   ignore_eos: bool = option(False, "continue after the model's end token")
   temperature: float = option(0.0, "must be 0: beams are ranked by the model's own probabilities")
   length_penalty: float = option(1.0, "above 0: prefer long sequences", min=-10, max=10)
@@ -44,8 +39,7 @@ class BeamSearchSequence:
   text: str | None = None                           # text of all tokens, set at the end of the search
 
 
-@dataclass
-class BeamSearchOutput:
+class BeamSearchOutput(NamedTuple):
   sequences: list[BeamSearchSequence]               # best first, at most beam_width
 
 

@@ -14,8 +14,7 @@ from tinyvllm_extra.text.parsers import OutputFormat, Parser
 from tinyvllm_extra.text.tools import callable_functions, requires_call
 
 from .errors import internal_error
-from .protocol import (ChatCompletionRequest, CompletionRequest, GenerationRequest, StreamOptions, prompt_end,
-                       tool_choice_of, tools_of)
+from .protocol import ChatCompletionRequest, GenerationRequest, StreamOptions, prompt_end, tool_choice_of, tools_of
 
 
 def num_tokens(requests: list[Request]) -> tuple[int, int]:
@@ -83,6 +82,7 @@ class ChoicesBuilder:
     self.has_running_usage = options.continuous_usage_stats and options.include_usage is not False   # in each chunk
     if options.include_usage or self.has_running_usage: self.head["usage"] = None   # until the last chunk
     self.num_generated = collections.Counter[int]()   # tokens so far, by choice
+    self.offsets = collections.Counter[int]()         # text_offset of a completion's next token, by choice
 
   def choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> JsonObject:
     """Return a choice object with a completion's text and tokens, in a stream only the new ones."""
@@ -153,10 +153,6 @@ class CompletionBuilder(ChoicesBuilder):
   """Writes the answer of /v1/completions."""
   kind = "cmpl"
   objects = ("text_completion", "text_completion")
-
-  def __init__(self, body: CompletionRequest, job: Job):
-    super().__init__(body, job)
-    self.offsets = collections.Counter[int]()   # text_offset of the next token, by choice
 
   def choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> JsonObject:
     if self.body.max_tokens == 0:   # echo only; the engine has generated one token

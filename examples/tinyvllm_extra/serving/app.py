@@ -179,16 +179,13 @@ class Server(uvicorn.Server):
 
   def prepare(self) -> None:
     """Load the model, wait until requests can run, and log the URLs."""
-    self.load()
-    if self.state() and not self.should_exit: logger.info(CAPTURING)
-    while self.state() and not self.should_exit: time.sleep(0.05)
-    if not self.should_exit: logger.info(f"ready: chat page {self.address()}/, API {self.address()}/v1")
-
-  def load(self) -> None:
     try: self.serving.llm = self.open_engine()
     except Exception as error:
       self.error = error
       self.should_exit = True
+    if self.state() and not self.should_exit: logger.info(CAPTURING)
+    while self.state() and not self.should_exit: time.sleep(0.05)
+    if not self.should_exit: logger.info(f"ready: chat page {self.address()}/, API {self.address()}/v1")
 
   def address(self) -> str:
     """Return the server's URL for clients of this machine."""

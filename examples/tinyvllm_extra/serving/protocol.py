@@ -100,8 +100,7 @@ class DetokenizeRequest(Body): tokens: list[int]
 class ErrorResponse(Body): error: JsonObject
 
 
-@with_fields(error=(JsonObject, ...))
-class AnthropicErrorResponse(Body): type: Literal["error"]
+class AnthropicErrorResponse(ErrorResponse): type: Literal["error"]
 
 
 GenerationRequest = CompletionRequest | ChatCompletionRequest
