@@ -19,7 +19,7 @@ from huggingface_hub import constants, hf_api
 
 from tinyvllm import LLM, InputError
 from tinyvllm_extra.formats import fit
-from tinyvllm_extra.formats.hub import is_name, local_path, served_name
+from tinyvllm_extra.formats.hub import local_path, match_name, served_name
 from tinyvllm_extra.options import LLMConfig
 
 GIB = 2**30
@@ -253,7 +253,7 @@ def test_local_folder_precedes_name_on_the_hub(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name,expected", [*CASES["is_name"].items(), (None, False), (Path("org/tiny"), False)])
-def test_is_name_accepts_org_and_name_only(name, expected): assert is_name(name) is expected
+def test_match_name_accepts_org_and_name_only(name, expected): assert bool(match_name(name)) is expected
 
 
 @pytest.mark.parametrize("model,name", [(None, "tinyvllm"), ("org/tiny:Q8_0", "org/tiny:Q8_0"), ("/a/b/", "b"),

@@ -24,7 +24,7 @@ def scripted(body, defaults, escapes):   # a random model would use the escapes
   if last["role"] == "tool": text = os.environ["ANSWER"] if os.environ["RESULT"] in str(last) else "no result"
   if not body.response_format and body.tool_choice not in ("required", "none"):
     body = body.model_copy(update={"structured_outputs": {"choice": [text]}})
-  return sampling_params(body, defaults)
+  return sampling_params(body, defaults, {})
 protocol.sampling_params = scripted
 """
 

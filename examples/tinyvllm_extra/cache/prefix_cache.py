@@ -3,7 +3,7 @@ an engine that would compute the same blocks, a block with a wrong checksum is n
 completely or not at all."""
 import collections, contextlib, functools, hashlib, json, math, os, pathlib, tempfile, time, weakref, zlib
 from collections.abc import Iterator, Mapping
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -126,15 +126,14 @@ class Blocks:
 
 
 @contextlib.contextmanager
-def atomic_write(path: pathlib.Path) -> Iterator[BinaryIO]:
+def atomic_write(path: pathlib.Path) -> Iterator[IO[bytes]]:
   """Open a temporary file that replaces `path` once it is written and flushed to disk. An error deletes it."""
   with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-    handle, name = tempfile.mkstemp(dir=folder)   # readable only by its owner
-    with os.fdopen(handle, "wb") as file:
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:   # readable only by its owner
       yield file
       file.flush()
-      os.fsync(handle)
-    os.replace(name, path)
+      os.fsync(file.fileno())
+    os.replace(file.name, path)
 
 
 def checksum(block_hash: bytes, row: np.ndarray) -> int: return zlib.crc32(row.data, zlib.crc32(block_hash))
@@ -168,7 +167,7 @@ def layout(count: int, row_bytes: int) -> dict[str, tuple[str, list[int]]]:
   return {"keys": ("U8", [count, 32]), "blocks": ("U8", [count, row_bytes]), "checksums": ("U32", [count])}
 
 
-def write_blocks(engine: Engine, file: BinaryIO, cached: list[int]) -> None:
+def write_blocks(engine: Engine, file: IO[bytes], cached: list[int]) -> None:
   """Write a safetensors file, the blocks in parts: all of them may be as large as the device's memory. safetensors' own
   writer needs all tensors in memory."""
   blocks = Blocks(engine)
@@ -207,12 +206,16 @@ def load_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
   return count
 
 
-def read_blocks(engine: Engine, file: safe_open, prefix: str) -> int:
-  """Validate a safetensors file and load its blocks. prefix: start of error messages."""
-  metadata, own = file.metadata() or {}, identity(engine)
+def check_identity(engine: Engine, metadata: dict[str, str], prefix: str) -> None:
+  own = identity(engine)
   differences = [f"{name} {metadata.get(name)!r}, here {x!r}" for name, x in own.items() if metadata.get(name) != x]
   check(own == metadata, f"{prefix} has blocks that do not fit this engine ({'; '.join(differences)}): remove it, or "
         "choose another file")
+
+
+def read_blocks(engine: Engine, file: safe_open, prefix: str) -> int:
+  """Validate a safetensors file and load its blocks. prefix: start of error messages."""
+  check_identity(engine, file.metadata() or {}, prefix)
   blocks = Blocks(engine)
   pool = engine.blocks
   slices = {name: file.get_slice(name) for name in ("keys", "blocks", "checksums")}

@@ -25,12 +25,9 @@ def match_name(model: object) -> re.Match | None:
   return NAME.fullmatch(model) if isinstance(model, str) and not os.path.exists(model) else None
 
 
-def is_name(model: object) -> bool: return match_name(model) is not None
-
-
 def served_name(model: str | None) -> str:
   """Return the model's default name in the API: its name on the hub, as in vLLM, or the name of its folder or file."""
-  if model is None or is_name(model): return model or "tinyvllm"
+  if model is None or match_name(model): return model or "tinyvllm"
   return pathlib.Path(model).resolve().name.removesuffix(".gguf")
 
 

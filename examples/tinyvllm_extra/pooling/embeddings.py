@@ -84,11 +84,10 @@ def score(llm: Engine, data_1: str | list[str], data_2: str | list[str], use_tqd
           instruction: str = INSTRUCTION) -> list[PoolingRequestOutput]:
   """Return the probability that a document, of data_2, answers a query, of data_1: one query for all documents, or one
   for each. The model is a Qwen3-Reranker, loaded as a model that generates text."""
+  def run(jobs: Jobs) -> list[RequestOutput]: return llm.generate([x for x, _ in jobs], [x for _, x in jobs], use_tqdm)
   scores = scoring(llm.tokenizer, pairs(data_1, data_2, "data_1", "data_2"), instruction)
-  jobs = next(scores)
-  try:
-    while True: jobs = scores.send(llm.generate([x for x, _ in jobs], [params for _, params in jobs], use_tqdm))
-  except StopIteration as end: return end.value
+  others = scores.send(run(next(scores)))
+  return scores.send(run(others))
 
 
 def pairs(queries: str | list[str], documents: str | list[str], *names: str) -> list[tuple[str, str]]:
@@ -108,9 +107,10 @@ def score_prompt(query: str, document: str, instruction: str) -> str:
 
 
 def scoring(tokenizer: ChatTokenizer, texts: list[tuple[str, str]],
-            instruction: str) -> Generator[Jobs, list[RequestOutput], list[PoolingRequestOutput]]:
-  """Score pairs of query and document: yield jobs to run, receive their outputs, return the scores. The softmax over
-  "yes" and "no" is exact: an answer that is not among the best tokens gets a second request."""
+            instruction: str) -> Generator[Any, list[RequestOutput], None]:
+  """Score pairs of query and document: twice yield Jobs and receive their outputs, then yield the scores, a list of
+  PoolingRequestOutput. The softmax over "yes" and "no" is exact: an answer that is not among the best tokens gets a
+  second request."""
   encoded = [tokenizer.encode(answer, False) for answer in ANSWERS]
   check(all(len(x) == 1 for x in encoded), f"model: its tokenizer has no single tokens for {' and '.join(ANSWERS)}, "
         "the answers of a reranker: choose a model such as Qwen3-Reranker")
@@ -128,4 +128,4 @@ def scoring(tokenizer: ChatTokenizer, texts: list[tuple[str, str]],
   if share < 0.5: logger.warning(f"these scores mean little: the model answers {' or '.join(ANSWERS)} with probability "
                                  f"{share:.3f} only; choose a reranker such as Qwen/Qwen3-Reranker-0.6B")
   scores = [1 / (1 + math.exp(min(700.0, table[no].logprob - table[yes].logprob))) for table in tables]
-  return [pooled(x, ScoringOutput(score)) for x, score in zip(outputs, scores, strict=True)]
+  yield [pooled(x, ScoringOutput(score)) for x, score in zip(outputs, scores, strict=True)]

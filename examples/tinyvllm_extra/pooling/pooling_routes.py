@@ -86,10 +86,8 @@ class Pooling:
   async def scores(self, body: Body, names: tuple[str, str], *texts: Texts) -> list[PoolingRequestOutput]:
     for name, x in zip(names, texts, strict=True): check_number(name, x)
     scores = scoring(self.serving.engine.tokenizer, pairs(texts[0], texts[1], *names), body.instruction or INSTRUCTION)
-    jobs = next(scores)
-    try:
-      while True: jobs = scores.send(await self.run(body, jobs))
-    except StopIteration as end: return end.value
+    others = scores.send(await self.run(body, next(scores)))
+    return scores.send(await self.run(body, others))
 
   async def run(self, body: Body, jobs: Jobs) -> list[RequestOutput]:
     """Run all jobs, max_num_seqs at a time so that they do not fill the queue. Raises InputError, before any job runs,

@@ -42,13 +42,11 @@ class SamplingParams(request.SamplingParams):
   detokenize: dataclasses.InitVar[bool] = option(True, "Return text; False: only token ids")
   truncate_prompt_tokens: dataclasses.InitVar[int | None] = option(None, "Keep the prompt's last tokens (default: all)")
   spaces_between_special_tokens: dataclasses.InitVar[bool] = option(True, "No effect: the tokenizer adds none")
-  logits_processors: dataclasses.InitVar[list | None] = option(None, "Must be None: use logit_bias or bad_words")
   extra_args: dataclasses.InitVar[dict | None] = option(None, "Must be None")
 
   def __post_init__(self, *init_values: Any) -> None:
-    detokenize, limit, _, logits_processors, extra_args = init_values
-    for name, x in {"logits_processors": logits_processors, "extra_args": extra_args}.items():
-      check(not x, f"{name} is not supported: use logit_bias, allowed_token_ids, bad_words or structured_outputs")
+    detokenize, limit, _, extra_args = init_values
+    check(not extra_args, "extra_args is not supported: use logit_bias, bad_words or structured_outputs")
     check(limit is None or type(limit) is int and limit > 0, f"truncate_prompt_tokens={limit!r} must be at least 1")
     check(detokenize or not self.stop, "detokenize=False conflicts with stop: use stop_token_ids")
     vars(self).update(truncate_prompt_tokens=limit, detokenize=detokenize)

@@ -163,8 +163,7 @@ class Server(uvicorn.Server):
     for path, route in streams.items(): app.post(path, responses=events)(route)   # first, as most requests are for them
     for path, route in reads.items(): app.get(path)(route)
     app.head("/health", include_in_schema=False)(self.health)
-    for path, route in posts.items(): app.post(path)(route)
-    for path, route in aliases.items(): app.post(path, include_in_schema=False)(route)
+    for path, route in (posts | aliases).items(): app.post(path, include_in_schema=path in posts)(route)
     app.post("/v1/messages", responses=anthropic | events)(self.messages)
     app.post("/v1/messages/count_tokens", responses=anthropic)(self.count_tokens)
     return app

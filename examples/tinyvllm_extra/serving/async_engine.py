@@ -29,8 +29,7 @@ Reader = NamedTuple("Reader", [("loop", asyncio.AbstractEventLoop), ("receive", 
 
 class Driver:
   """The loop of the engine thread. Other threads put calls into its inbox."""
-  def __init__(self, llm: LLM, interval: int, captures: CaptureThread, optional: Iterator[str],
-               prefix_cache_file: str):
+  def __init__(self, llm: LLM, interval: int, captures: CaptureThread, optional: Iterator[str], prefix_cache_file: str):
     self.llm = llm
     self.prefix_cache_file = prefix_cache_file   # "": none
     self.interval = interval   # minimum number of new tokens per delta

@@ -28,7 +28,6 @@ VALUES: dict[str, Callable[[Request], float]] = {
 ACCEPTED = "spec_decode_num_accepted_tokens_per_pos"
 TOKEN_INTERVAL = "inter_token_latency_seconds"
 SECONDS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2.5, 5)]   # buckets
-Samples = list[tuple[str, dict[str, str], float]]   # suffix of the name, labels and value of each
 TOKENS = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
 
 
@@ -50,7 +49,8 @@ class Metrics(Collector):
     """Yield the engine's metric families. prometheus_client calls this at each scrape."""
     metrics = self.engine_metrics()
 
-    def family(name: str, metric_type: str, text: str, samples: Samples) -> core.Metric:
+    # samples: suffix of the name, labels and value of each
+    def family(name: str, metric_type: str, text: str, samples: list[tuple[str, dict[str, str], float]]) -> core.Metric:
       metric = core.Metric(f"tinyvllm:{name}", text, metric_type)
       for suffix, labels, value in samples:
         metric.add_sample(f"{metric.name}{suffix}", {"model_name": self.model_name, **labels}, value)

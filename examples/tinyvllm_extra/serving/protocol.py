@@ -47,14 +47,9 @@ class FunctionDefinition(Body): ...
 
 
 @with_fields(function=(FunctionDefinition, ...))
-class Tool(Body): type: Literal["function"] = "function"
-
-
-class FunctionName(Body): name: str
-
-
-@with_fields(function=(FunctionName, ...))
-class NamedToolChoice(Body): type: Literal["function"]
+class Tool(Body):
+  """A function, also as a tool_choice, which needs only its name."""
+  type: Literal["function"] = "function"
 
 
 @with_fields(mode=(Literal["auto", "required"], ...))
@@ -73,7 +68,7 @@ COMMON = SAMPLING | NO_EFFECT | {
 TEMPLATE = {"add_generation_prompt": bool, "continue_final_message": bool, "chat_template": str,
             "documents": list[dict]}   # variables of the chat template
 TOOLS = {"tools": list[Tool], "chat_template_kwargs": dict}
-ToolChoice = typing.Annotated[NamedToolChoice | AllowedToolsChoice, pydantic.Field(discriminator="type")]
+ToolChoice = typing.Annotated[Tool | AllowedToolsChoice, pydantic.Field(discriminator="type")]
 
 
 @with_fields(**COMMON, prompt=(Prompts, ...))
@@ -113,7 +108,7 @@ def tools_of(body: Conversation) -> list[JsonObject]:
 
 
 def tool_choice_of(body: Conversation) -> Choice:
-  return body.tool_choice.model_dump() if isinstance(body.tool_choice, Body) else body.tool_choice
+  return body.tool_choice.model_dump(exclude_none=True) if isinstance(body.tool_choice, Body) else body.tool_choice
 
 
 # Maximum entries of fields whose cost in each step grows with them, and maximum characters of all their strings
@@ -131,8 +126,7 @@ def check_sizes(fields: JsonObject) -> None:
     check(size <= MAX_CHARACTERS, f"{name} has {size} characters: use at most {MAX_CHARACTERS}")
 
 
-def sampling_params(body: GenerationRequest, defaults: JsonObject,
-                    escapes: dict[str, object] | None = None) -> SamplingParams:
+def sampling_params(body: GenerationRequest, defaults: JsonObject, escapes: JsonObject) -> SamplingParams:
   """Return a request body's SamplingParams. defaults: the model's values for fields that the body omits; its
   max_tokens, which only --override-generation-config sets, is also the maximum, as in vLLM. escapes: fields of
   StructuredOutputsParams for text before structured output."""
@@ -150,7 +144,7 @@ def sampling_params(body: GenerationRequest, defaults: JsonObject,
   if "max_tokens" in defaults: fields["max_tokens"] = min(fields["max_tokens"], defaults["max_tokens"])
   if body.echo and fields.get("logprobs") is not None: fields.setdefault("prompt_logprobs", fields["logprobs"])
   structured = structured_outputs(body)
-  if structured is not None: fields["structured_outputs"] = {**structured, **(escapes or {})}
+  if structured is not None: fields["structured_outputs"] = {**structured, **escapes}
   return SamplingParams(**fields)
 
 

@@ -43,11 +43,8 @@ class JSONOutputFormat(Tolerant): type: Literal["json_schema"]
 class OutputConfig(Tolerant): ...
 
 
-class Thinking(Tolerant): type: str
-
-
 @with_fields(messages=(list[Message], ...), model=str, system=str | list[Part], max_tokens=int,
-             stop_sequences=list[str], tools=list[MessagesTool], tool_choice=MessagesToolChoice, thinking=Thinking,
+             stop_sequences=list[str], tools=list[MessagesTool], tool_choice=MessagesToolChoice, thinking=Part,
              output_config=OutputConfig, stream=bool)
 class MessagesRequest(Tolerant):
   """Also accepts the sampling parameters of a chat."""
