@@ -43,7 +43,7 @@ def make_parser(argv: list[str]) -> CommandParser:
 
   for name, text, words in (("run", "Chat, or answer one PROMPT (-: stdin)", "[MODEL [PROMPT]]"),
                             ("generate", "Complete a PROMPT (-: stdin)", "PROMPT")):
-    command = add(name, text, "generate", "hf", words, LLMConfig, SamplingParams)
+    command = add(name, text, "chat", "hf", words, LLMConfig, SamplingParams)
     if name == "run": command.add_argument("--verbose", action="store_true", help="Print token rates (default: off)")
     server = command.add_argument_group("Server")
     command.add_variable("url", "URL of a running server (default: run here)", server, metavar="URL")

@@ -2,6 +2,7 @@
 blocks of text, reasoning or tool calls. Invariant: at most the last block is open."""
 import dataclasses, uuid
 from collections.abc import Iterable
+from typing import Literal
 
 import orjson, pydantic
 from fastapi.exceptions import RequestValidationError
@@ -29,6 +30,20 @@ class Tolerant(JsonBody):
 
 @with_fields(text=str)
 class Part(Tolerant): type: str
+
+
+@with_fields(schema_=(JsonObject | None, pydantic.Field(None, alias="schema")))
+class TextFormat(Tolerant): type: Literal["text", "json_object", "json_schema"]
+
+
+@with_fields(format=TextFormat, effort=str)
+class AnswerOptions(Tolerant):
+  """The format of an answer's text, and the effort of its reasoning."""
+  def response_format(self) -> JsonObject | None:
+    """Return the format as a chat's response_format."""
+    if not self.format: return None
+    schema = {"json_schema": {"schema": self.format.schema_}} if self.format.type == "json_schema" else {}
+    return {"type": self.format.type, **schema}
 
 
 def text_of(content: "str | Iterable[Part] | None", path: str) -> str:

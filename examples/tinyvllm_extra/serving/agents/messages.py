@@ -3,16 +3,15 @@ answer's blocks become content blocks. https://docs.anthropic.com/en/api/message
 import re
 from typing import Literal
 
-import pydantic
-
 from tinyvllm import RequestOutput
-from tinyvllm.config import JsonObject
+from tinyvllm.config import JsonObject, check
 from tinyvllm_extra.serving.errors import anthropic_error, internal_error
 from tinyvllm_extra.serving.fields import with_fields
 from tinyvllm_extra.serving.protocol import ChatCompletionRequest, thinking
 from tinyvllm_extra.text.conversations import parse_arguments
 
-from .blocks import Block, BlockBuilder, Part, Tolerant, add_message, chat_request, function, named_event, text_of
+from .blocks import (AnswerOptions, Block, BlockBuilder, Part, Tolerant, add_message, chat_request, function,
+                     named_event, text_of)
 
 # Claude Code's first line of the system prompt, which differs in each request and so would defeat the prefix cache
 BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:.*\n?")
@@ -35,17 +34,9 @@ class MessagesTool(Tolerant): ...
 class MessagesToolChoice(Tolerant): type: Literal["auto", "any", "tool", "none"]
 
 
-@with_fields(schema_=(JsonObject | None, pydantic.Field(None, alias="schema")))
-class JSONOutputFormat(Tolerant): type: Literal["json_schema"]
-
-
-@with_fields(format=JSONOutputFormat, effort=str)
-class OutputConfig(Tolerant): ...
-
-
 @with_fields(messages=(list[Message], ...), model=str, system=str | list[Part], max_tokens=int,
              stop_sequences=list[str], tools=list[MessagesTool], tool_choice=MessagesToolChoice, thinking=Part,
-             output_config=OutputConfig, stream=bool)
+             output_config=AnswerOptions, stream=bool)
 class MessagesRequest(Tolerant):
   """Also accepts the sampling parameters of a chat."""
   def to_chat(self) -> ChatCompletionRequest:
@@ -58,8 +49,8 @@ class MessagesRequest(Tolerant):
     is_prefilled = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     choice = self.tool_choice or MessagesToolChoice(type="auto")
     names = {"any": "required", "tool": function(choice.name)}
-    config = self.output_config or OutputConfig()
-    schema = {"type": "json_schema", "json_schema": {"schema": config.format.schema_}} if config.format else None
+    config = self.output_config or AnswerOptions()
+    check(not config.format or config.format.type == "json_schema", "output_config: format.type must be json_schema")
     variables = thinking(self.thinking.type != "disabled") if self.thinking else {}
     return chat_request(
       self, variables, messages=messages, max_tokens=self.max_tokens, stop=self.stop_sequences,
@@ -67,7 +58,7 @@ class MessagesRequest(Tolerant):
       tools=[function(x.name, description=x.description, parameters=x.input_schema) for x in self.tools or []
              if x.input_schema is not None],
       tool_choice=names.get(choice.type, choice.type), parallel_tool_calls=not choice.disable_parallel_tool_use,
-      response_format=schema, continue_final_message=is_prefilled or None)
+      response_format=config.response_format(), continue_final_message=is_prefilled or None)
 
 
 def add_turn(messages: list[JsonObject], message: Message, path: str) -> None:

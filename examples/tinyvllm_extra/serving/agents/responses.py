@@ -2,8 +2,6 @@
 become a chat, and the answer's blocks become items. https://platform.openai.com/docs/api-reference/responses"""
 from typing import Literal
 
-import pydantic
-
 from tinyvllm import RequestOutput
 from tinyvllm.config import JsonObject, check
 from tinyvllm_extra.serving.answers import Job
@@ -11,7 +9,8 @@ from tinyvllm_extra.serving.errors import internal_error
 from tinyvllm_extra.serving.fields import with_fields
 from tinyvllm_extra.serving.protocol import ChatCompletionRequest
 
-from .blocks import Block, BlockBuilder, Part, Tolerant, add_message, chat_request, function, named_event, text_of
+from .blocks import (AnswerOptions, Block, BlockBuilder, Part, Tolerant, add_message, chat_request, function,
+                     named_event, text_of)
 
 STATEFUL = ("previous_response_id", "conversation", "background", "prompt")   # need stored responses or prompts
 # Properties of the response that repeat the request, with defaults
@@ -43,21 +42,9 @@ class ResponsesToolChoice(Tolerant):
     return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": functions}}
 
 
-@with_fields(schema_=(JsonObject | None, pydantic.Field(None, alias="schema")))
-class TextFormat(Tolerant): type: Literal["text", "json_object", "json_schema"]
-
-
-@with_fields(format=TextFormat)
-class TextOptions(Tolerant): ...
-
-
-@with_fields(effort=str)
-class Reasoning(Tolerant): ...
-
-
 @with_fields(input=(str | list[Item], ...), model=str, instructions=str, max_output_tokens=int,
              tools=list[ResponsesTool], tool_choice=Literal["none", "auto", "required"] | ResponsesToolChoice,
-             parallel_tool_calls=bool, text=TextOptions, reasoning=Reasoning, metadata=JsonObject, stream=bool)
+             parallel_tool_calls=bool, text=AnswerOptions, reasoning=AnswerOptions, metadata=JsonObject, stream=bool)
 class ResponsesRequest(Tolerant):
   """Also accepts the sampling parameters of a chat."""
   def to_chat(self) -> ChatCompletionRequest:
@@ -70,13 +57,11 @@ class ResponsesRequest(Tolerant):
     else:
       for i, item in enumerate(self.input): add_item(messages, item, f"input.{i}")
     choice = self.tool_choice.for_chat() if isinstance(self.tool_choice, ResponsesToolChoice) else self.tool_choice
-    form = self.text.format if self.text else None
-    schema = {"json_schema": {"schema": form.schema_}} if form and form.type == "json_schema" else {}
     return chat_request(
       self, {}, messages=messages, max_tokens=self.max_output_tokens, tool_choice=choice,
       tools=[function(x.name, description=x.description, parameters=x.parameters) for x in functions_of(self)],
       parallel_tool_calls=self.parallel_tool_calls, reasoning_effort=self.reasoning and self.reasoning.effort,
-      response_format={"type": form.type, **schema} if form else None)
+      response_format=self.text and self.text.response_format())
 
 
 def functions_of(body: ResponsesRequest) -> list[ResponsesTool]:
