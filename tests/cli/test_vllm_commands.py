@@ -9,10 +9,9 @@ from helpers.data import read_data
 from helpers.commands import error_line, parse_command, run_command
 
 from tinyvllm import LLM, InputError, SamplingParams
-from tinyvllm_extra.cli.flags import select_options
 from tinyvllm_extra.options import LLMConfig
+from tinyvllm_extra.cli.flags import expand, read_config, select_options
 from tinyvllm_extra.cli.serve import read_arguments
-from tinyvllm_extra.cli.vllm_flags import expand, read_config
 from tinyvllm_extra.vllm_options import NO_EFFECT, read_options
 
 # accepted: without `vllm serve`. refused: the start of the message by command line. expanded: words for argparse by

@@ -12,8 +12,7 @@ from tinyvllm_extra.options import SAMPLING_DEFAULTS, LLMConfig
 from tinyvllm_extra.sampling.params import SamplingParams
 from tinyvllm_extra.serving.client import Remote
 
-from .flags import select_options
-from .vllm_flags import parse_value
+from .flags import parse_value, select_options
 
 QUOTES = '"""'
 Output = RequestOutput | SimpleNamespace   # of an LLM or a Remote

@@ -1,18 +1,18 @@
-"""Flags of the command line: one for each field of the option classes, in groups; vLLM's flags; environment variables.
-Imports neither tinygrad nor numpy, so that --help is fast."""
+"""Flags of the command line: one for each field of the option classes, in groups; vLLM's short flags, JSON flags in
+parts and --config FILE; environment variables. Imports neither tinygrad nor numpy, so that --help is fast."""
 import argparse, dataclasses, difflib, functools, json, math, os, pathlib, re
 from types import UnionType
 from typing import Any, NoReturn, get_args, get_origin
 
-from tinyvllm.config import JsonObject, Options, logger, option, read_json
+from tinyvllm.config import InputError, JsonObject, Options, check, logger, option, read_json
 from tinyvllm_extra.options import LLMConfig
+from tinyvllm_extra.packages import optional
 from tinyvllm_extra.vllm_options import NO_EFFECT, TABLE
-
-from .vllm_flags import expand, parse_value, read_config, to_words
 
 # Groups of --help (only --help-all shows other flags), llama.cpp's letters, units of integers, and values of a bool's
 # environment variable
 FLAGS = read_json(pathlib.Path(__file__).with_suffix(".json"))
+FLAG_SYNTAX = re.compile(r"(--?[A-Za-z][\w-]*)((?:\.[\w-]+)*)(=.*)?", re.DOTALL)   # name, .keys, =value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,3 +153,51 @@ def select_options(args: JsonObject, option_class: Any) -> JsonObject:
   names = [field.name for field in dataclasses.fields(option_class)]
   if option_class is LLMConfig: names += NO_EFFECT
   return {name: args[name] for name in names if name in args}
+
+
+# vLLM's command lines
+
+def expand(argv: list[str]) -> list[str]:
+  """Return a command line for argparse: full flags with dashes, and one JSON value for a flag in parts, as in
+  `--speculative-config.method ngram`."""
+  result: list[str] = []
+  objects: JsonObject = {}   # by flag
+  words = iter(argv)
+  for word in words:
+    match = FLAG_SYNTAX.fullmatch(re.sub(r"^-O(?=\d)", "-O=", word))
+    name, path, value = match.groups("") if match else ("", "", word)
+    name = name.replace("_", "-")
+    name = TABLE["flags"].get(name, name)
+    if path:
+      *keys, last = f"{name}{path}".split(".")
+      target = objects
+      for key in keys: target = target.setdefault(key, {})
+      target[last] = parse_value(value[1:] if value else next(words, ""))
+    else: result.append(name + value)
+  return result + [x for name, content in objects.items() for x in (name, json.dumps(content))]
+
+
+def parse_value(text: str) -> object:
+  """Parse JSON. Other text is a string, except None."""
+  try: return None if text == "None" else json.loads(text)
+  except ValueError: return text
+
+
+def read_config(path: str) -> list[str]:
+  """Return the options in a YAML file as a command line. Raises InputError for a file that is not of options."""
+  yaml = optional("yaml", "server", "--config")
+  try: content = yaml.safe_load(pathlib.Path(path).expanduser().read_text())
+  except (OSError, yaml.YAMLError) as error: raise InputError(f"config={path!r} cannot be read: {error}") from error
+  check(isinstance(content, dict), f"config={path!r} must hold lines `option: value`")
+  return to_words(content)
+
+
+def to_words(content: JsonObject) -> list[str]:
+  """Return options as a command line."""
+  words: list[str] = []
+  for name, value in content.items():
+    flag = f"--{name}".replace("_", "-")
+    if isinstance(value, bool): words.append(flag if value else flag.replace("--", "--no-", 1))
+    elif isinstance(value, list): words += [flag, *map(str, value)]
+    elif value is not None: words.append(f"{flag}={json.dumps(value) if isinstance(value, dict) else value}")
+  return words

@@ -9,9 +9,8 @@ from fastapi.responses import Response
 from tinyvllm import RequestOutput
 from tinyvllm.config import JsonObject, check, check_ids
 from tinyvllm_extra.serving.errors import Refusal
-from tinyvllm_extra.serving.fields import Body, Int, Prompts, with_fields
 from tinyvllm_extra.serving.generation import Serving
-from tinyvllm_extra.serving.protocol import with_salt
+from tinyvllm_extra.serving.protocol import Body, Int, Prompts, with_fields, with_salt
 
 from .embeddings import INSTRUCTION, Jobs, PoolingParams, PoolingRequestOutput, embedding_of, pairs, scoring
 

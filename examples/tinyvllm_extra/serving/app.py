@@ -22,10 +22,9 @@ from .answers import num_tokens
 from .async_engine import AsyncLLM
 from .chat_page import chat_page
 from .errors import EXCEPTION_HANDLERS, ErrorJSON
-from .fields import unknown_fields
 from .generation import EVENT_STREAM, SERVED, Serving
 from .prometheus import log_throughput
-from .protocol import AnthropicErrorResponse, ErrorResponse, encode_prompts
+from .protocol import AnthropicErrorResponse, ErrorResponse, encode_prompts, unknown_fields
 from .server_config import ServerConfig
 
 QUIET_PATHS = {"/health", "/ping", "/load", "/metrics"}   # their requests are logged at level DEBUG

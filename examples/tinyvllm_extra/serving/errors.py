@@ -89,7 +89,7 @@ def explain_validation(request: fastapi.Request, problem: JsonObject) -> fastapi
     return ErrorJSON(400, f"{sent}: send the header Content-Type: application/json, and a body of JSON")
   path = [str(x) for x in problem["loc"][1:]]
   error = problem.get("ctx", {}).get("error")
-  if isinstance(error, InputError):   # raised by fields.Body
+  if isinstance(error, InputError):   # raised by protocol.Body
     return ErrorJSON(400, ".".join([*path, str(error)]), path[0] if path else error.parameter)
   return ErrorJSON(400, f"{'.'.join(path) or 'the body'}: {problem['msg']}", path[0] if path else None)
 

@@ -10,8 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from tinyvllm import CompletionOutput, RequestOutput
 from tinyvllm.config import InputError, JsonObject
 from tinyvllm_extra.serving.answers import Job
-from tinyvllm_extra.serving.fields import JsonBody, unknown_fields, with_fields
-from tinyvllm_extra.serving.protocol import SAMPLING, ChatCompletionRequest
+from tinyvllm_extra.serving.protocol import SAMPLING, ChatCompletionRequest, JsonBody, unknown_fields, with_fields
 from tinyvllm_extra.text import chat_template
 from tinyvllm_extra.text.conversations import INSTRUCTIONS
 

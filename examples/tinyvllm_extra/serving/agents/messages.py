@@ -6,8 +6,7 @@ from typing import Literal
 from tinyvllm import RequestOutput
 from tinyvllm.config import JsonObject, check
 from tinyvllm_extra.serving.errors import anthropic_error, internal_error
-from tinyvllm_extra.serving.fields import with_fields
-from tinyvllm_extra.serving.protocol import ChatCompletionRequest, thinking
+from tinyvllm_extra.serving.protocol import ChatCompletionRequest, thinking, with_fields
 from tinyvllm_extra.text.conversations import parse_arguments
 
 from .blocks import (AnswerOptions, Block, BlockBuilder, Part, Tolerant, add_message, chat_request, function,

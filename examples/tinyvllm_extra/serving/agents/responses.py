@@ -6,8 +6,7 @@ from tinyvllm import RequestOutput
 from tinyvllm.config import JsonObject, check
 from tinyvllm_extra.serving.answers import Job
 from tinyvllm_extra.serving.errors import internal_error
-from tinyvllm_extra.serving.fields import with_fields
-from tinyvllm_extra.serving.protocol import ChatCompletionRequest
+from tinyvllm_extra.serving.protocol import ChatCompletionRequest, with_fields
 
 from .blocks import (AnswerOptions, Block, BlockBuilder, Part, Tolerant, add_message, chat_request, function,
                      named_event, text_of)
