@@ -172,8 +172,7 @@ class Repository:
     if "config.json" not in files: return sum(self.sizes[file] for file in files) / fit.GIB
     path = self.hub.hf_hub_download(self.name, "config.json", revision=self.commit, cache_dir=self.cache)
     hf = read_json(pathlib.Path(path))
-    quantization = next((x for x in (fit.prequantized(hf), quantization) if x in fit.QUANTIZED), None)
-    return fit.estimate_fit(self.name, hf, device, quantization)["weights_gib"]
+    return fit.estimate_fit(self.name, hf, device, fit.prequantized(hf) or quantization)["weights_gib"]
 
   def download(self, file: str) -> None:
     """Download a large file to the cache. huggingface_hub would begin again if an earlier process has been stopped."""

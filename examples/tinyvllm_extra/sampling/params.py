@@ -52,9 +52,8 @@ class SamplingParams(request.SamplingParams):
     vars(self).update(truncate_prompt_tokens=limit, detokenize=detokenize)
     if isinstance(self.logit_bias, dict):   # JSON has keys of type str
       vars(self)["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in self.logit_bias.items()}
-      invalid = [i for i in self.logit_bias if type(i) is not int][:1]
-      check(not invalid, f"logit_bias={self.logit_bias!r}: keys must be token ids (int), not {invalid}",
-            self.logit_bias)
+      wrong = [i for i in self.logit_bias if type(i) is not int][:1]
+      check(not wrong, f"logit_bias={self.logit_bias!r}: keys must be token ids (int), not {wrong}", self.logit_bias)
     if self.structured_outputs is not None:
       from .structured_outputs import normalize   # here, as it imports numpy
       vars(self)["structured_outputs"] = normalize(vars(self))

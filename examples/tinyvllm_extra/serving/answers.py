@@ -23,6 +23,11 @@ def num_tokens(requests: list[Request]) -> tuple[int, int]:
   return prompt, sum(request.metrics.num_generated for request in requests)
 
 
+def usage_of(prompt: int, generated: int) -> JsonObject:
+  """Return these numbers of tokens in OpenAI's format."""
+  return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+
 @dataclasses.dataclass
 class Job:
   """A generation: the builder of its answer reads it."""
@@ -36,10 +41,8 @@ class Job:
   def __post_init__(self) -> None: self.created = int(time.time())
 
   def usage(self) -> JsonObject:
-    prompt, generated = num_tokens(self.requests)
     cached = sum(request.sequences[0].num_cached or 0 for request in self.requests)
-    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
-            "prompt_tokens_details": {"cached_tokens": cached}}
+    return {**usage_of(*num_tokens(self.requests)), "prompt_tokens_details": {"cached_tokens": cached}}
 
   def parsers(self, body: ChatCompletionRequest) -> list[Parser]:
     """Return the parser of each sample's text. Call it before the requests run."""
@@ -111,10 +114,8 @@ class ChoicesBuilder:
   def chunk(self, choice: JsonObject, **fields: object) -> bytes:
     """Return the event of one choice, with its usage so far if requested (stream_options.continuous_usage_stats)."""
     if self.has_running_usage:
-      num_prompt = self.job.requests[choice["index"] // self.job.params.n].sequences[0].num_prompt
-      num_generated = self.num_generated[choice["index"]]
-      fields["usage"] = {"prompt_tokens": num_prompt, "completion_tokens": num_generated,
-                         "total_tokens": num_prompt + num_generated}
+      request = self.job.requests[choice["index"] // self.job.params.n]
+      fields["usage"] = usage_of(request.sequences[0].num_prompt, self.num_generated[choice["index"]])
     return event({**self.wrap([choice]), **fields})
 
   def optional(self, **fields: object) -> JsonObject:

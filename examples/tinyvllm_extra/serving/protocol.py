@@ -52,24 +52,19 @@ REFUSED = {"audio", "images", "image_url", "prompt", "messages", "input", "suffi
            "logprob_token_ids", "web_search_options", "chat_template", "tools", "functions"}
 
 
-class UnknownFields:
-  """Logs each unknown field once, or refuses it."""
-  def __init__(self) -> None:
-    self.strict = False   # --strict-fields
-    self.names = set[str]()   # logged
-
-  def check(self, name: str, value: object) -> None:
-    """Raises InputError for a field that must not be ignored."""
-    short = name[:MAX_NAME_LENGTH].encode(errors="replace").decode()
-    check(not name.startswith("guided_"), f"{short}: vLLM has removed it: use structured_outputs")
-    check(not value or name not in REFUSED, f"{short}: not supported by this route: leave it out")
-    check(not self.strict, f"{short}: unknown field: leave it out, or start the server without --strict-fields")
-    if short in self.names or len(self.names) >= MAX_NAMES: return
-    self.names.add(short)
-    logger.warning(f"unknown request field {short!r} is ignored; this is logged once")
+# strict: --strict-fields; names: the unknown fields that were logged
+unknown_fields = types.SimpleNamespace(strict=False, names=set[str]())
 
 
-unknown_fields = UnknownFields()
+def check_unknown(name: str, value: object) -> None:
+  """Log an unknown field once. Raises InputError for one that must not be ignored."""
+  short = name[:MAX_NAME_LENGTH].encode(errors="replace").decode()
+  check(not name.startswith("guided_"), f"{short}: vLLM has removed it: use structured_outputs")
+  check(not value or name not in REFUSED, f"{short}: not supported by this route: leave it out")
+  check(not unknown_fields.strict, f"{short}: unknown field: leave it out, or start without --strict-fields")
+  if short in unknown_fields.names or len(unknown_fields.names) >= MAX_NAMES: return
+  unknown_fields.names.add(short)
+  logger.warning(f"unknown request field {short!r} is ignored; this is logged once")
 
 
 class JsonBody(pydantic.BaseModel):
@@ -88,7 +83,7 @@ class Body(JsonBody):
     if not isinstance(data, dict): return data   # pydantic reports its type
     names = {field.alias or name for name, field in cls.model_fields.items()}
     for name, value in data.items():
-      if name not in names and value is not None: unknown_fields.check(name, value)
+      if name not in names and value is not None: check_unknown(name, value)
     return {name: value for name, value in data.items() if name in names and value is not None}
 
 

@@ -19,12 +19,11 @@ REASONING = ("reasoning_content", "thinking", "reasoning")   # names of a messag
 def compile_template(source: str) -> tuple["jinja2.Template", bool]:
   """Return the jinja2 template, and whether it renders content that is a list of parts."""
   from jinja2 import ext, sandbox
-  environment = sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols])
-  environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)   # Jinja's own escapes HTML
-  environment.globals["raise_exception"] = functools.partial(check, False)
-  environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-  template = environment.from_string(GENERATION.sub(r"\1with", source))
+  env = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols])
+  env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)   # Jinja's own escapes HTML
+  env.globals["raise_exception"] = functools.partial(check, False)
+  env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+  template = env.from_string(GENERATION.sub(r"\1with", source))
   try: text = template.render(messages=[{"role": "user", "content": [{"type": "text", "text": END}]}])
   except Exception: text = ""   # not with a list
   return template, END.strip() in text and "type'" not in text and 'type"' not in text

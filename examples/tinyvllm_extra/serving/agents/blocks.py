@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from tinyvllm import CompletionOutput, RequestOutput
 from tinyvllm.config import InputError, JsonObject
 from tinyvllm_extra.serving.answers import Job
-from tinyvllm_extra.serving.protocol import SAMPLING, ChatCompletionRequest, JsonBody, unknown_fields, with_fields
+from tinyvllm_extra.serving.protocol import SAMPLING, ChatCompletionRequest, JsonBody, check_unknown, with_fields
 from tinyvllm_extra.text import chat_template
 from tinyvllm_extra.text.conversations import INSTRUCTIONS
 
@@ -74,7 +74,7 @@ def chat_request(body: Tolerant, chat_template_kwargs: JsonObject, **fields: obj
   options = {name: value for name, value in body if name in CHAT_FIELDS}
   extra = body.model_extra or {}
   for name in extra.keys() - options.keys() - IGNORED - {"chat_template_kwargs"}:
-    if extra[name] is not None: unknown_fields.check(name, extra[name])
+    if extra[name] is not None: check_unknown(name, extra[name])
   variables = extra.get("chat_template_kwargs", {})
   if isinstance(variables, dict): variables = {**chat_template_kwargs, **variables}
   try: return ChatCompletionRequest.model_validate({**options, "chat_template_kwargs": variables, **fields})
