@@ -27,33 +27,28 @@ Jobs = list[tuple[Prompt, request.SamplingParams]]   # prompts with their parame
 
 @dataclasses.dataclass(frozen=True)
 class PoolingParams(request.SamplingParams):
-  """Parameters of an embedding, under vLLM's names."""
+  """Parameters of an embedding, under vLLM's names, and its LogitsProcessor, which changes no logits and returns the
+  embedding in place of log probabilities."""
   max_tokens: int | None = option(1, "Must be 1: the engine samples a token and ignores it", min=1, max=1)
   temperature: float = 0.0
   dimensions: int | None = option(None, "Leading dimensions to keep (default: all)", min=1, max=request.MAX_INT)
   normalize: bool = option(True, "Scale to length 1")
   logprobs = 0         # the hidden state takes their place
   detokenize = False
+  depends_on_output = False
 
-  def processor(self, tokenizer: ChatTokenizer, model: ModelConfig) -> "Pooler":
+  def processor(self, tokenizer: ChatTokenizer, model: ModelConfig) -> "PoolingParams":
     size = model.hidden_size
     check((self.dimensions or 1) <= size, f"dimensions={self.dimensions} must be at most {size}, the model's size")
-    return Pooler(self)
-
-
-@dataclasses.dataclass
-class Pooler:
-  """A LogitsProcessor that changes nothing, and returns the embedding in place of log probabilities."""
-  params: PoolingParams
-  depends_on_output = False
+    return self
 
   def accept(self, token: int) -> bool: return False
   def bitmask(self) -> None: return None
   def adjustments(self, seq: Sequence, position: int) -> list: return []
   def output_logprobs(self, seq: Sequence, start: int) -> tuple[list[Any], None]:
     if start == len(seq.tokens): return [], None   # not computed, or delivered
-    x = np.array(seq.logprobs[start], np.float32)[:self.params.dimensions]
-    return [x / max(float(np.linalg.norm(x)), 1e-12) if self.params.normalize else x], None
+    x = np.array(seq.logprobs[start], np.float32)[:self.dimensions]
+    return [x / max(float(np.linalg.norm(x)), 1e-12) if self.normalize else x], None
 
 
 # Results, under vLLM's names. score: the probability of "yes"
@@ -63,7 +58,7 @@ PoolingRequestOutput = NamedTuple("PoolingRequestOutput", [("request_id", str), 
                                   ("prompt_token_ids", list[int]), ("num_cached_tokens", int), ("finished", bool)])
 
 
-# A Pooler returns the embedding in place of log probabilities
+# An embedding is where log probabilities are, see PoolingParams.output_logprobs
 def logprobs_of(output: RequestOutput) -> dict[int, Logprob]: return next(iter(output.outputs[0].logprobs or ()))
 def embedding_of(output: RequestOutput) -> np.ndarray: return np.asarray(logprobs_of(output))
 

@@ -126,7 +126,7 @@ class SpeculativeProposer:
     self.runners: list[Runner] = []   # the draft model's, if any
     self.draft_time = 0.0             # relative time of a draft model step
     self.num_behind = 0 if config.model is None else 1
-    self.counters = collections.Counter(num_drafts=0, num_draft_tokens=0, num_accepted_tokens=0)
+    self.counters = collections.Counter(spec_decode_num_drafts=0, spec_decode_num_draft_tokens=0)
     self.drafters = weakref.WeakKeyDictionary[Sequence, Drafter]()
     self.num_accepted_per_pos = [0] * (config.num_speculative_tokens or 0)   # by index of the draft token
 
@@ -207,8 +207,7 @@ class SpeculativeProposer:
     num_proposed = max(num_accepted, len(seq.draft_token_ids))
     seq.metrics.num_draft_tokens += num_proposed
     seq.metrics.num_accepted_tokens += num_accepted
-    self.counters.update(num_drafts=min(1, num_proposed), num_draft_tokens=num_proposed,
-                         num_accepted_tokens=num_accepted)
+    self.counters.update(spec_decode_num_drafts=min(1, num_proposed), spec_decode_num_draft_tokens=num_proposed)
     for i in range(num_accepted): self.num_accepted_per_pos[i] += 1
     self.drafter(seq).update(num_proposed, num_accepted)
     seq.draft_token_ids = []
@@ -216,7 +215,7 @@ class SpeculativeProposer:
     if seq.block_table: blocks.free(seq, -(-seq.num_computed // blocks.block_size))
 
   def metrics(self) -> JsonObject:
-    return {**{f"spec_decode_{name}": count for name, count in self.counters.items()},
+    return {**self.counters, "spec_decode_num_accepted_tokens": sum(self.num_accepted_per_pos),
             "spec_decode_num_accepted_tokens_per_pos": [*self.num_accepted_per_pos]}
 
 

@@ -31,7 +31,6 @@ QUIET_PATHS = {"/health", "/ping", "/load", "/metrics"}   # their requests are l
 OPEN_PATHS = {"/", "/version", "/openapi.json", *QUIET_PATHS}   # need neither an API key nor a loaded model
 MAX_HEADERS = 2**16   # maximum size of a request's headers in bytes
 Routes = dict[str, Callable[..., object]]   # functions by path
-Responses = dict[int | str, JsonObject]     # of OpenAPI, by status
 
 
 class Gate:
@@ -157,8 +156,9 @@ class Server(uvicorn.Server):
                        "/ping": self.health}   # vLLM's, Cohere's, SageMaker's
     streams: Routes = {"/generate": serving.generate, "/v1/completions": serving.completions,
                        "/v1/chat/completions": serving.chat, "/v1/responses": self.responses}
-    anthropic: Responses = dict.fromkeys(["4XX", "5XX"], {"model": AnthropicErrorResponse})
-    events: Responses = {200: {"content": {EVENT_STREAM: {}}}}
+    # OpenAPI's responses by status
+    anthropic: dict[int | str, JsonObject] = dict.fromkeys(["4XX", "5XX"], {"model": AnthropicErrorResponse})
+    events: dict[int | str, JsonObject] = {200: {"content": {EVENT_STREAM: {}}}}
     for path, route in streams.items(): app.post(path, responses=events)(route)   # first, as most requests are for them
     for path, route in reads.items(): app.get(path)(route)
     app.head("/health", include_in_schema=False)(self.health)

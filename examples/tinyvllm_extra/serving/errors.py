@@ -1,5 +1,5 @@
 """Error responses in OpenAI's format, or in Anthropic's for /v1/messages, and the handlers of exceptions in routes."""
-import http
+import http, json
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,13 +37,11 @@ HEADERS = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 431: {"Connecti
 class ErrorJSON(JSONResponse):
   """An error response in OpenAI's format, and in Anthropic's on its routes."""
   def __init__(self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None):
-    content = error_body(status, message, param)
-    self.error = content["error"]
-    super().__init__(content, status, headers or HEADERS.get(status))
+    super().__init__(error_body(status, message, param), status, headers or HEADERS.get(status))
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     if "/v1/messages" in scope["path"]:
-      self.body = self.render(anthropic_error(self.error))
+      self.body = self.render(anthropic_error(json.loads(bytes(self.body))["error"]))
       self.headers["content-length"] = str(len(self.body))
     await super().__call__(scope, receive, send)
 
