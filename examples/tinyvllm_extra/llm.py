@@ -121,7 +121,8 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
   def capture(self, sizes: list[int] | None = None, optional: bool = False) -> Iterator[str]:
     """Capture greedy and sampled steps, or with `optional` steps with all features, and pad later steps to them. sizes:
     tokens of a step, powers of two; None: the device's usual ones. See graphs.capture for what it yields."""
-    return graphs.capture(self, sizes, logits.graph_variants(self.runner.model, optional))
+    self.scheduler.sizes = graphs.sizes_to_capture(self, sizes)
+    return graphs.capture(self, self.scheduler.sizes, logits.graph_variants(self.runner.model, optional))
 
   def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
     """Like Engine's. prompt: also {"messages": [{"role", "content"}], "template": {options of the chat template}}."""

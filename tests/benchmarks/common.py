@@ -35,8 +35,9 @@ from tinyvllm.llama import Llama
 from tinyvllm_extra.formats.weights import SafetensorsCheckpoint
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 from tinyvllm_extra.kernels import graphs, make_backend, prepare_device
+from tinyvllm_extra.kernels.many_rows import new_flags
 from tinyvllm_extra.kernels.matmul import FastLinear, scales_shape
-from tinyvllm_extra.kernels.quantized import E4M3, NUMBER_FORMATS
+from tinyvllm_extra.models.quantized import E4M3, NUMBER_FORMATS
 
 
 # config.json of each shape
@@ -176,6 +177,8 @@ def fill_weights(model: Llama, quantization: str | None) -> None:
       noise = (_noise(math.prod(shape), seed, device) - 0.5) * (0.02 * math.sqrt(12))
       return noise.reshape(shape).cast(kind).clone()   # without clone, every use recomputes arange
     tensor.replace(_on_each(values, model, name, tensor.shape, kind))
+  for module in model.modules():
+    if isinstance(module, FastLinear): module.flags = new_flags(module.weight.device)
 
 
 def _on_each(make: Callable[[str], Tensor], model: Llama, *key) -> Tensor:

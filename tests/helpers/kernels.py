@@ -30,9 +30,9 @@ def store_quantized(layer: FastLinear, w: Quantized) -> None:
 
 
 def as_stored(version: str, keys: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
-  """Convert K and V, (blocks, block_size, KV, D), to a version's block layout; uint8 to bytes on a CPU, else to words
-  of four."""
-  if keys.dtype == np.uint8 and not cpu_cores():
+  """Convert K and V, (blocks, block_size, KV, D), to a version's block layout; uint8 to bytes on a CPU, else, and for
+  tensor cores, to words of four."""
+  if keys.dtype == np.uint8 and (version == "tensor cores" or not cpu_cores()):
     keys, values = [np.ascontiguousarray(x).view(np.uint32) for x in (keys, values)]
   if version == "core": return [keys, values]
   if version == "generic": return [keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)]

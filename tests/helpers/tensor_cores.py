@@ -1,36 +1,33 @@
-"""Kernels for tensor cores in tinygrad's interpreter (DEV=PYTHON::sm_89): shared memory replaces warp shuffles."""
-import sys
-from collections.abc import Iterator
+"""Kernels for tensor cores: on CUDA, or with their sources on the CPU (see cuda_on_cpu)."""
+from types import SimpleNamespace
 
 import pytest
+from helpers import cuda_on_cpu
 from tinygrad import Device, UOp, dtypes
-from tinygrad.dtype import AddrSpace
-from tinygrad.uop.ops import Ops
 
-from tinyvllm_extra.kernels import tensor_cores
+from tinyvllm.backend import cpu_cores
+from tinyvllm_extra.kernels import cuda_source, generic, tensor_cores
+from tinyvllm_extra.kernels.matmul import MMA
+from tinyvllm_extra.kernels.schedule import kernel_of
 
-SLOW = Device.DEFAULT == "PYTHON"
-on_tensor_cores = pytest.mark.skipif("sm_" not in str(Device.default.renderer.target), reason="needs tensor cores")
-# Under Python 3.11 the interpreter has no float16 vectors and rounds small float16 numbers to 0
-each_kind = pytest.mark.parametrize("kind", ["auto", *[pytest.param(kind, marks=pytest.mark.skipif(
-  SLOW and sys.version_info < (3, 12), reason="small float16 numbers need Python 3.12")) for kind in ("int8", "fp8")]])
 TOLERANCE = {"auto": 2e-3, "int8": 4e-3, "fp8": 4e-3}
+each_kind = pytest.mark.parametrize("kind", TOLERANCE)
 
 
-def shuffle_in_shared_memory(x: UOp, bit: int, slots: Iterator[int]) -> UOp:
-  warp, = {u for u in x.toposort() if u.op is Ops.SPECIAL and u.arg == "lidx1"} or [UOp.const(0)]
-  count = warp.src[0].arg if warp.op is Ops.SPECIAL else 1
-  lane = UOp.special(32, "lidx0")
-  shared = UOp.placeholder((count * 32,), x.dtype, next(slots), AddrSpace.LOCAL)
-  shared = shared.after(shared[warp * 32 + lane].store(x))
-  return shared[warp * 32 + lane + bit - lane // bit % 2 * (2 * bit)].load()
+class SingleLane(tensor_cores.LaneWriter):
+  """A LaneWriter for a CPU, which has no work groups."""
+  lane, highest = generic.HeadWriter.lane, generic.HeadWriter.highest
 
 
-def replace_cuda_statements(monkeypatch: pytest.MonkeyPatch) -> None:
-  """Replace the CUDA statements that tinygrad's interpreter lacks: shuffle through shared memory, and never exit."""
-  if not SLOW: return
-  slots = iter(range(500, 10**6))
-  monkeypatch.setattr(tensor_cores, "shuffle_xor", lambda x, bit: shuffle_in_shared_memory(x, bit, slots))
+def rope_kernel(*inputs: UOp) -> UOp: return kernel_of("rope_and_write", UOp.group(*SingleLane(*inputs).stores()))
+
+
+def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Run CUDA sources on the CPU unless the device is CUDA."""
+  if Device.DEFAULT == "CUDA": return
+  monkeypatch.setattr(cuda_source, "run", cuda_on_cpu.run)
+  monkeypatch.setattr(cuda_source, "speaks_cuda", lambda: True)
   monkeypatch.setattr(tensor_cores, "MIN_WORK_GROUPS", 3)
-  monkeypatch.setattr(tensor_cores, "exit_if", lambda condition: UOp(Ops.BARRIER, dtypes.void))
-  monkeypatch.setattr(tensor_cores, "speaks_cuda", lambda: True)
+  core = SimpleNamespace(dims=MMA, dtype_in=dtypes.half)
+  monkeypatch.setattr(tensor_cores, "renderer", lambda: SimpleNamespace(tensor_cores=[core]))
+  if cpu_cores(): monkeypatch.setattr(tensor_cores, "rope_kernel", rope_kernel)

@@ -6,12 +6,12 @@ from helpers.data import read_data
 from helpers.kernels import check_attention, check_rope, close, on_device, spread, store_quantized
 from helpers.parameters import mark_slow_except, slow
 from helpers.reference import random_numbers
-from tinygrad import Device, UOp, dtypes
-from tinygrad.uop.ops import Ops
+from helpers.tensor_cores import run_on_cpu
+from tinygrad import Device, dtypes
 
 from tinyvllm.backend import scatter_kernel
-from tinyvllm_extra.kernels import generic as attention, matmul, shared_memory
-from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear, FastNorm, reorder, speaks_cuda
+from tinyvllm_extra.kernels import generic as attention, many_rows, matmul
+from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear, FastNorm, reorder
 from tinyvllm_extra.formats.quantization import Quantized
 
 KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}   # dtype, tolerance for rounding
@@ -33,7 +33,7 @@ def make_layer(kind: str, inputs: int, outputs: int, bias: bool = False, layer_c
   layer = layer_class(inputs, {"w": outputs}, bias, KINDS[kind][0], axis)
   weight = normal(outputs, inputs, kind=kind, seed=1) / 4
   layer.weight = on_device(reorder(layer.ordered(weight), layer.weight.shape))
-  if bias: layer.bias = on_device(normal(outputs, kind=kind, seed=3))
+  if bias: layer.bias = on_device(normal(outputs, seed=3))
   return layer, weight
 
 
@@ -87,68 +87,48 @@ def test_gate_up_equals_numpy_and_is_one_tensor_core_kernel(inputs, size, bias, 
 
 
 def set_min_groups(monkeypatch, count):
-  tiles = {key: [x._replace(min_groups=count) for x in tiles] for key, tiles in shared_memory.SHARED.items()}
-  monkeypatch.setattr(shared_memory, "SHARED", tiles)
+  tiles = {key: [x._replace(min_groups=count) for x in tiles] for key, tiles in many_rows.TILES.items()}
+  monkeypatch.setattr(many_rows, "TILES", tiles)
 
 
 @pytest.fixture
-def many_rows(monkeypatch):
-  """Use the kernel for many rows even for one work group. Devices other than CUDA copy with plain loads."""
-  if lacks_half: pytest.skip("tinygrad's interpreter has no float16 in shared memory before Python 3.12")
+def use_many_rows(monkeypatch):
+  """Use the kernel for many rows even for one work group. Other devices than CUDA run its source on the CPU."""
   set_min_groups(monkeypatch, 1)
-  if speaks_cuda(): return
-  def copy_async(copies, is_needed):   # a copy that is not needed stores zeros
-    parts = [(to.src, source.src, condition, i) for to, source, condition in copies
-             for i in range(16 // source.dtype.itemsize)]
-    return UOp.group(*[
-      to.index((at + i).valid(condition)).store(source.index((start + i).valid(is_needed & condition)))
-      for (to, at), (source, start), condition, i in parts])
-  def scale_pair(pair, zero_point, scale, offset):
-    def halves(word): return [(word >> 16 * i).cast(dtypes.uint16).bitcast(dtypes.half) for i in range(2)]
-    zero = UOp.const(zero_point, dtypes.uint32)
-    numbers = [(x - z) * s + o for x, z, s, o in zip(*map(halves, (pair, zero, scale, offset)), strict=True)]
-    low, high = [x.bitcast(dtypes.uint16).cast(dtypes.uint32) for x in numbers]
-    return low | high << 16
-  monkeypatch.setattr(matmul, "speaks_cuda", lambda: True)
-  monkeypatch.setattr(shared_memory, "copy_async", copy_async)
-  monkeypatch.setattr(shared_memory, "scale_pair", scale_pair)
-  monkeypatch.setattr(matmul, "wait", lambda copies, iteration, _: UOp(Ops.BARRIER, src=(copies, iteration)))
+  run_on_cpu(monkeypatch)
+  monkeypatch.setattr(matmul, "stored_shape", lambda N, K, _: (N // 16, K // 32, 2, 2, 8, 4, 2, 2))
 
 
 def check_many_rows(layer: FastLinear, weight: np.ndarray, rows: int, parts: int = 1) -> None:
   """Check the kernel for many rows. parts: the partial sums that it returns (split-K)."""
   x = normal(rows, weight.shape[1], kind="float16")
-  kernels = [u.src[0] for u in layer(on_device(x)).schedule_linear().toposort() if u.op is Ops.CALL]
-  assert [kernel.arg.name for kernel in kernels if kernel.op is Ops.SINK] == ["linear_many"]
+  assert many_rows.choose_tiles(layer, on_device(x))
   pairs = zip(np.split(weight, parts, 1), np.split(x, parts, 1), strict=True)
   close(layer(on_device(x)), np.concatenate([multiply(layer, *pair) for pair in pairs]), KINDS["float16"][1])
 
 
-@needs_tensor_cores
 @pytest.mark.parametrize(("rows", "inputs", "outputs", "bias", "layer_class"), [
   (128, 64, 128, True, FastLinear), (128, 96, 256, False, FastLinear), (128, 160, 128, False, FastLinear),
   (128, 96, 256, True, FastGateUp), (32, 64, 64, True, FastLinear), (32, 352, 64, False, FastLinear),
   (96, 96, 128, False, FastGateUp), (64, 64, 64, False, FastLinear), (64, 288, 128, True, FastLinear),
   (64, 96, 192, True, FastGateUp)])
-def test_many_rows_kernel_equals_numpy(many_rows, rows, inputs, outputs, bias, layer_class):
+def test_many_rows_kernel_equals_numpy(use_many_rows, rows, inputs, outputs, bias, layer_class):
   """The cases have both more and fewer iterations than buffers."""
   check_many_rows(*make_layer("float16", inputs, outputs, bias, layer_class), rows)
 
 
-@needs_tensor_cores
 @pytest.mark.parametrize(("rows", "min_work_groups", "parts"), [
   (128, 3, 2), (64, 5, 2), (64, 16, 4), (32, 8, 2), (32, 32, 8)])
-def test_many_rows_kernel_split_k_equals_numpy(many_rows, monkeypatch, rows, min_work_groups, parts):
+def test_many_rows_kernel_split_k_equals_numpy(use_many_rows, monkeypatch, rows, min_work_groups, parts):
   set_min_groups(monkeypatch, min_work_groups)
   check_many_rows(*make_layer("float16", 256, 256, axis=1), rows, parts)
 
 
-@needs_tensor_cores
 @pytest.mark.parametrize("bits", [8, 4, "e4m3"])
 @pytest.mark.parametrize(("rows", "inputs", "outputs", "group", "layer_class"), [
   (128, 96, 128, 32, FastLinear), (64, 256, 128, 64, FastGateUp), (32, 320, 64, 32, FastLinear),
   (32, 64, 32, 64, FastGateUp), (16, 96, 32, 96, FastLinear), (48, 64, 64, 32, FastLinear)])
-def test_many_rows_kernel_quantized_equals_numpy(many_rows, bits, rows, inputs, outputs, group, layer_class):
+def test_many_rows_kernel_quantized_equals_numpy(use_many_rows, bits, rows, inputs, outputs, group, layer_class):
   layer, rng = layer_class(inputs, {"w": outputs}, False, dtypes.float16), np.random.default_rng(1)
   q, numbers = random_numbers(rng, (outputs, inputs), bits)
   scale, offset = (rng.random((2, outputs, inputs // group)) / 99).astype(np.float16)
@@ -160,7 +140,7 @@ def test_many_rows_kernel_quantized_equals_numpy(many_rows, bits, rows, inputs, 
 
 
 def test_shared_tiles_fit_shared_memory():
-  for is_quantized, candidates in shared_memory.SHARED.items():
+  for is_quantized, candidates in many_rows.TILES.items():
     for tiles in candidates:
       weight_bytes = tiles.outputs * (32 + 4 if is_quantized else 64)   # int8 with scales and offsets
       assert tiles.buffers > 2 and tiles.buffers * (tiles.rows * 64 + weight_bytes) <= 48 * 1024

@@ -2,7 +2,7 @@
 import pytest
 from tinyvllm import LLM, SamplingParams
 from tinyvllm_extra.engine_metrics import MeteredScheduler
-from tinyvllm_extra.kernels import pacing
+from tinyvllm_extra import pacing
 from tinyvllm_extra.options import LLMConfig
 
 

@@ -1,5 +1,5 @@
-"""Attention on tensor cores compared with numpy, on CUDA or in tinygrad's interpreter (DEV=PYTHON::sm_89), where shared
-memory replaces warp shuffles. Other devices only test which kernels are selected."""
+"""Attention on tensor cores compared with numpy, on CUDA or with its source on the CPU. tinygrad's kernels run on the
+default device."""
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,15 +7,16 @@ import pytest
 from helpers.data import read_data
 from helpers.engines import token_rows
 from helpers.kernels import as_stored, check_attention, check_rope, spread
-from helpers.tensor_cores import SLOW, TOLERANCE, each_kind, on_tensor_cores, replace_cuda_statements
-from tinygrad import Device, Tensor, dtypes
+from helpers.parameters import slow
+from helpers.tensor_cores import TOLERANCE, each_kind, run_on_cpu
+from tinygrad import Tensor, dtypes
 
 from tinyvllm_extra.kernels import tensor_cores
 from tinyvllm_extra.kernels.tensor_cores import BS, TILE, add_query_tiles
 
 
-@pytest.fixture(autouse=True)
-def emulate_cuda(monkeypatch): replace_cuda_statements(monkeypatch)
+@pytest.fixture
+def sources(monkeypatch): run_on_cpu(monkeypatch)
 
 
 def parts(kv_heads: int, groups: int, head_dim: int, kind: str = "auto", block_size: int = BS,
@@ -25,13 +26,13 @@ def parts(kv_heads: int, groups: int, head_dim: int, kind: str = "auto", block_s
 
 
 # Tokens, K/V heads, query heads per K/V head, head_dim, longest context, sequences, minimum blocks per table
-CASES = read_data("kernel_cases.json")["tensor cores, interpreted" if SLOW else "tensor cores"]
+CASES = read_data("kernel_cases.json")["tensor cores"]
+QUICK = [("mixed step", "auto"), ("mixed step", "int8"), ("mixed step", "fp8"), ("split-KV", "auto"), ("decode", "fp8")]
 
 
-@on_tensor_cores
-@each_kind
-@pytest.mark.parametrize("case", CASES)
-def test_attention_equals_numpy_and_reads_only_own_sequence(case, kind):
+@pytest.mark.parametrize(("case", "kind"), [
+  *QUICK, *slow(*[(case, kind) for case in CASES for kind in TOLERANCE if (case, kind) not in QUICK])])
+def test_attention_equals_numpy_and_reads_only_own_sequence(case, kind, sources):
   T, *shape, longest, R, max_blocks = CASES[case]
   sequences = spread(T, longest, R)
   if case == "mixed step":   # a long chunk of one sequence, one token each of the others
@@ -39,32 +40,31 @@ def test_attention_equals_numpy_and_reads_only_own_sequence(case, kind):
   check_attention("tensor cores", sequences, shape, TOLERANCE[kind], kind, "float16", max_blocks=max_blocks)
 
 
-@on_tensor_cores
 @each_kind
 @pytest.mark.parametrize("T", [1, 8, 32])
-def test_rope_kernel_equals_numpy(T, kind):
-  KV, G, D = (1, 1, 32) if SLOW else (2, 3, 64)
+def test_rope_kernel_equals_numpy(T, kind, sources):
+  KV, G, D = 2, 3, 64
   check_rope("tensor cores", tensor_cores.rope_kernel, T, (KV, G, D), 4e-3, kind, "float16")
   blocks = as_stored("tensor cores", *np.zeros((2, 1, BS, KV, D), np.float16 if kind == "auto" else np.uint8))
   assert [x.shape[1:] for x in blocks] == [shape for shape, _ in parts(KV, G, D, kind)[:2]]
 
 
-@pytest.mark.parametrize("sizes", [(0, 3), (1, 70, 0, 64, 65, 3), (128, 0, 2), (64,)])   # tokens of each slot; padding
-def test_query_tiles_are_up_to_64_tokens_of_a_sequence(sizes):
+@pytest.mark.parametrize("sizes", [(0, 3), (1, 134, 0, 128, 129, 3), (256, 0, 2), (64,)])   # of each slot; padding
+def test_query_tiles_are_consecutive_tokens_of_a_sequence(sizes):
   slots = np.repeat(np.arange(len(sizes)), sizes)
   starts = np.cumsum([0, *sizes[:-2]])
   expected = [(start + i) * TILE + min(TILE, n - i) - 1
               for start, n in zip(starts, sizes[:-1], strict=False) for i in range(0, n, TILE)]
   tokens = Tensor(token_rows(0 * slots, slots, slots))
   tiles = add_query_tiles(tokens, Tensor.zeros(len(sizes), 1)).numpy()
-  assert tiles[-1].tolist() == expected + [-1] * (len(slots) - len(expected))
-  np.testing.assert_array_equal(tiles[:-1], tokens.numpy())
+  assert tiles[-2].tolist() == expected + [-1] * (len(slots) - len(expected))
+  assert tiles[-1].tolist() == [sum(sizes[:-1])] * len(slots)
+  np.testing.assert_array_equal(tiles[:-2], tokens.numpy())
 
 
-def test_tensor_cores_selected_only_for_supported_block_and_head_sizes():
-  has_tensor_cores = "sm_" in str(Device.default.renderer.target)
+def test_tensor_cores_selected_only_for_supported_block_and_head_sizes(sources):
   def uses(*sizes, **options): return len(parts(*sizes, **options)[0][0]) == 4
-  assert uses(8, 4, 128) == uses(2, 16, 32) == has_tensor_cores
+  assert uses(8, 4, 128) and uses(2, 16, 32)
   assert not any([uses(8, 4, 128, block_size=32), uses(8, 4, 80), uses(1, 17, 64), uses(1, 1, 256),
                   uses(8, 4, 128, dtype=dtypes.float32)])
   assert TILE % 16 == 0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tinyvllm.config import check
-from tinyvllm_extra.kernels.quantized import E2M1, E4M3, Matrix, Quantized, narrow
+from tinyvllm_extra.models.quantized import E2M1, E4M3, Matrix, Quantized, narrow
 
 from .quantization import TensorSource, to_float32
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tinyvllm.config import InputError, JsonObject, check, read_json
-from tinyvllm_extra.kernels.quantized import Matrix, Quantized, narrow
+from tinyvllm_extra.models.quantized import Matrix, Quantized, narrow
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 
 from .gguf_tokenizer import make_tokenizer

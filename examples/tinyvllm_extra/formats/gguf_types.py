@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tinyvllm_extra.kernels.quantized import Quantized
+from tinyvllm_extra.models.quantized import Quantized
 
 
 class Format(NamedTuple):

@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike
 
 from tinyvllm.config import JsonObject, check, logger
 from tinyvllm.llama import Llama
-from tinyvllm_extra.kernels.quantized import E2M1, E2M1_VALUES, Matrix, Quantized, is_small_float, narrow
+from tinyvllm_extra.models.quantized import E2M1, E2M1_VALUES, Matrix, Quantized, is_small_float, narrow
 from tinyvllm_extra.models.layers import VariantConfig
 
 from .tensor_files import StoredTensor

@@ -5,7 +5,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from tinyvllm.config import check
-from tinyvllm_extra.kernels.quantized import E4M3
+from tinyvllm_extra.models.quantized import E4M3
 
 # numpy's dtypes by their names in the files. It has no bfloat16
 FLOATS: dict[str, np.dtype] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}

@@ -11,9 +11,9 @@ from tinyvllm import llama
 from tinyvllm.backend import Linear, Module, renderer
 from tinyvllm.config import check, logger, read_json
 from tinyvllm_extra.kernels.buffers import dtype_of, new_tensor
-from tinyvllm_extra.kernels.quantized import E4M3, Matrix, Quantized, is_small_float
+from tinyvllm_extra.models.quantized import E4M3, Matrix, Quantized, is_small_float
 from tinyvllm_extra.kernels.shards import stack as stack_shards
-from tinyvllm_extra.kernels.stored_weights import StoredWeights
+from tinyvllm_extra.models.stored_weights import StoredWeights
 from tinyvllm_extra.models.layers import LlamaVariant, row_order
 from tinyvllm_extra.models.table import text_config
 from tinyvllm_extra.options import check_one_device

@@ -1,8 +1,11 @@
 """A tensor's buffers on its devices."""
+import math
+
 import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.device import Buffer, MultiBuffer
 from tinygrad.dtype import DType, _from_np_dtype
+from tinygrad.uop.ops import sint
 
 
 def buffers_of(tensor: Tensor) -> list[Buffer]:
@@ -17,6 +20,11 @@ def write(buffer: Buffer, array: np.ndarray) -> None: buffer.allocator._copyin(b
 def dtype_of(array: np.ndarray) -> DType:
   """Return the dtype of a file's numbers. numpy has no bfloat16; uint16 stands for it."""
   return dtypes.bfloat16 if array.dtype == np.uint16 else _from_np_dtype(array.dtype)
+
+
+def new(like: Tensor, *shape: sint, dtype: DType | None = None) -> Tensor:
+  """Return an uninitialized tensor as a kernel's output. Traced functions may return it."""
+  return Tensor.invalids(math.prod(shape), dtype=dtype or like.dtype, device=like.device).reshape(shape)
 
 
 def new_tensor(array: np.ndarray, device: str) -> Tensor:

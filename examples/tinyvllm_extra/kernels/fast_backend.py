@@ -9,7 +9,7 @@ from tinyvllm.config import ModelConfig
 from tinyvllm_extra.models.experts import MixtureBackend
 from tinyvllm_extra.models.layers import VariantConfig
 
-from . import drivers, expert_kernels, fast_sampler, graphs, layer_calls, matmul, tensor_cores
+from . import cuda_source, drivers, expert_kernels, fast_sampler, graphs, layer_calls, many_rows, matmul, tensor_cores
 
 
 class FastBackend(MixtureBackend):
@@ -24,15 +24,17 @@ class FastBackend(MixtureBackend):
   attend = staticmethod(tensor_cores.attend)
 
   # Tensor cores need many rows; PacedScheduler takes fewer while sequences decode
-  budget = property(lambda self: 2048 if matmul.speaks_cuda() and renderer().tensor_cores else super().budget)
+  budget = property(lambda self: 2048 if cuda_source.speaks_cuda() and renderer().tensor_cores else super().budget)
 
   def __init__(self) -> None: self.graphs = graphs.FewGraphs()
 
   def run_layers(self, layers: list, x: Tensor, delta: Tensor, caches: list[list[Tensor]], *inputs: Any) -> tuple:
     ropes, tokens, block_tables = inputs
-    if x.shape[0] > tensor_cores.TILE and any(map(tensor_cores.is_own_layout, caches)):
+    if x.shape[0] > tensor_cores.MAX_DECODE and any(map(tensor_cores.is_own_layout, caches)):
       tokens = tensor_cores.add_query_tiles(tokens, block_tables)
-    return layer_calls.run_layers(layers, x, delta, caches, ropes, tokens, block_tables)
+    reset = many_rows.current.set(tokens)
+    try: return layer_calls.run_layers(layers, x, delta, caches, ropes, tokens, block_tables)
+    finally: many_rows.current.reset(reset)
 
   def pick_dtype(self, name: str, model: ModelConfig | None = None) -> str:
     """Like the core's. A model that overflows float16 gets bfloat16 or, if the device lacks it, float32."""

@@ -14,7 +14,7 @@ from tinygrad.uop.ops import AxisType, Ops
 from tinyvllm.backend import cpu_cores, renderer
 
 from .kv_cache import SMALLEST, dimensions_in, pack, unpack
-from .schedule import (LOWEST, ScoreOptions, State, axes, axis, divisor, end, field, fold, kernel_of,
+from .schedule import (LOWEST, ScoreOptions, axes, axis, divisor, end, field, fold, kernel_of,
                        lane_axis, largest, location, mean, rotate, separate, shared_by, unrolled)
 
 
@@ -112,10 +112,18 @@ def tiling(T: int, G: int, D: int, block_size: int) -> tuple[int, int, int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupState(State):
-  """A work group's accumulators. total, scores, weights: (splits, G, D). highest, weight: (G,)."""
+class GroupState:
+  """A work group's accumulators of online softmax, in float32 (Dao et al. 2022, arXiv:2205.14135). total, scores,
+  weights: (splits, G, D). highest, weight: (G,)."""
+  total: UOp     # weighted sum of V
+  highest: UOp   # highest score
+  weight: UOp    # sum of the weights
   scores: UOp    # q . k in this iteration
   weights: UOp   # exp2(score - highest)
+  iteration: UOp # (1,) int32
+
+  def after(self, *stores: UOp) -> "GroupState":
+    return dataclasses.replace(self, **{name: x.after(*stores) for name, x in vars(self).items()})
 
 
 class WorkGroup:
@@ -164,10 +172,12 @@ def accumulate(group: WorkGroup, keys: UOp, values: UOp) -> GroupState:
   scores, weights, total = [UOp.placeholder(size, dtypes.float32, 100 + i, lane_axis()[1]) for i in range(3)]
   highest, weight = [UOp.placeholder((G,), dtypes.float32, 103 + i, AddrSpace.REG) for i in range(2)]
   iteration = UOp.placeholder((1,), dtypes.int32, 105, AddrSpace.REG)
-  state = GroupState(total, highest, weight, iteration, scores, weights)
+  state = GroupState(total, highest, weight, scores, weights, iteration)
   loop = UOp.loop(5)
   current = state.after(state.iteration.after(group.t, group.h)[0].store(0), loop)
-  iteration = current.index(-(-group.table.shape[1] * group.block_size // (group.splits * D)))
+  # The limit keeps index arithmetic in 32 bits
+  limit = -(-group.table.shape[1] * group.block_size // (group.splits * D))
+  iteration = current.iteration[0].load().cast(dtypes.weakint) % limit
   stores = add_values(group, add_scores(group, current, keys, iteration), values, iteration)
   next_position = group.start + (iteration + 1) * group.splits * D
   return state.after(UOp.group(*stores).end(loop, next_position <= group.position))

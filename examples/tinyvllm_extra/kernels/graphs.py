@@ -14,10 +14,10 @@ from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, Runner, build_step, next_power_of_two
 
 from .cpu import CAPTURES
-from .pacing import PROMPT, PacedScheduler
 from .step_cache import restore
 from .tinygrad_patches import num_compiled
 
+PROMPT = 128   # least limit of a step with prompts, in tokens
 CAPTURE_THRESHOLD = 16   # requests for a graph shape before it gets its own capture
 FIRST_SIZE = 32   # minimum tokens of the step that is captured first, which runs short prompts and decodes
 CAPTURING = "capturing a step: below 1 s, or about 10 s if kernels compile"   # before the first capture
@@ -85,17 +85,21 @@ def usual_sizes(runner: Runner) -> list[int]:
   return [size for size in sizes if size in (1, PROMPT, 4 * PROMPT, largest) or 8 <= size <= max(64, runner.max_rows)]
 
 
-def capture(engine: Engine, sizes: list[int] | None, variants: Sequence[Variant]) -> Iterator[str]:
-  """Capture a step of each size and variant, and pad later steps to them. sizes: tokens of a step, powers of two; None:
-  the device's `usual_sizes`. Before each capture, yields its progress, or "" once the captured graphs can run all
-  steps. Then another thread may run steps, which have fewer tokens until all sizes are captured."""
+def sizes_to_capture(engine: Engine, sizes: list[int] | None) -> list[int]:
+  """Return the step sizes in tokens to capture, sorted: none in eager mode, else `sizes`, powers of two, or the
+  device's usual ones."""
   are_powers = all(x > 0 and x.bit_count() == 1 for x in sizes or ())
   check(are_powers, f"cudagraph_capture_sizes={sizes} must be powers of two")
+  return [] if engine.config.enforce_eager else sorted(sizes or usual_sizes(engine.runner))
+
+
+def capture(engine: Engine, sizes: list[int], variants: Sequence[Variant]) -> Iterator[str]:
+  """Capture a step of each size and variant, and pad later steps to them. Before each capture, yields its progress, or
+  "" once the captured graphs can run all steps. Then another thread may run steps, which have fewer tokens until all
+  sizes are captured."""
   started = time.perf_counter()
   num_kernels = num_compiled()
-  sizes = [] if engine.config.enforce_eager else sorted(sizes or usual_sizes(engine.runner))
   if isinstance(engine.backend.graphs, FewGraphs): engine.backend.graphs.capture_sizes = sizes
-  if isinstance(engine.scheduler, PacedScheduler): engine.scheduler.sizes = sizes
   first = min([size for size in sizes if size >= FIRST_SIZE], default=max(sizes, default=0))
   keys = [GraphKey(size, min(size, engine.runner.max_rows), *variant) for size in sizes for variant in variants]
   keys.sort(key=lambda key: (key.num_tokens != first, min(key.num_tokens, 2), [-x for x in sizes_of(key)[2:]]))

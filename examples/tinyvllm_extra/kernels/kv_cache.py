@@ -49,17 +49,6 @@ def pack(numbers: Sequence[UOp], dtype: DType, scaled: bool) -> UOp:
   return functools.reduce(UOp.__or__, [byte(x) << 8 * i for i, x in enumerate(numbers)]).cast(dtype)
 
 
-# Factor from half_bits to the true value, for fp8 (False) and int8 (True)
-FACTOR = {False: 2**8, True: 2**24}
-
-
-def half_bits(pair: UOp, scaled: bool, bits: int = 8) -> UOp:
-  """Return the bits of two float16, FACTOR times too small, for the low bytes of a word's two halves. int8 (scaled)
-  keeps its offset of 128. bits: 4 for e2m1, 2**14 times too small."""
-  if bits == 4: return (pair & 0x70007) << 9 | (pair & 0x80008) << 12
-  return pair if scaled else (pair & 0x7f007f) << 7 | (pair & 0x800080) << 8
-
-
 def unpack(element: UOp, i: UOp, scaled: bool) -> UOp:
   """Return the i-th number of a cache element in float32; int8 (scaled) is not yet multiplied by its scale."""
   if element.dtype in dtypes.floats: return element.float()

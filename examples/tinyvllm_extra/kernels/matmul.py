@@ -7,21 +7,22 @@ from math import gcd
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes, helpers
 from tinygrad.dtype import AddrSpace, DType
-from tinygrad.renderer.cstyle import CUDARenderer
-from tinygrad.uop.ops import AxisType, Ops, sint
+from tinygrad.uop.ops import AxisType, Ops
 
 from tinyvllm import backend
 from tinyvllm.backend import cpu_cores, renderer
 from tinyvllm.llama import Checkpoint
+from tinyvllm_extra.models.quantized import E2M1, NUMBER_FORMATS, Matrix, UNQUANTIZED, Quantized, half_of, narrow
+from tinyvllm_extra.models.stored_weights import stored_weights
 
+from . import many_rows
+from .buffers import new
 from .cpu import cpu_sums
-from .quantized import E2M1, NUMBER_FORMATS, Matrix, UNQUANTIZED, Quantized, half_of, narrow
 from .schedule import (Operands, Routes, add_up, axes, axis, divisor, end, fold, kernel_of, lane_axis, shared_by,
                        unrolled)
 from .shards import local_ids, partial_sums
-from .shared_memory import MMA, Shared, SharedBuffers, mma, shared_tiles, wait
-from .stored_weights import stored_weights
 
+MMA = (8, 16, 16)   # the tensor core used here: n, m, k
 PREFETCH = 4096   # bytes that a CPU core prefetches ahead of its current weights
 # A lane's elements of w, x and the sum, by four axes numbered from 6: which pair of 4 inputs, half of 16 outputs,
 # input in the pair, and one of two rows of x
@@ -37,12 +38,6 @@ TILES = [
   (64, 8192, 16, 2, 8, 4, 2), (64, ANY, 16, 4, 8, 2, 2), (ANY, 8192, 16, 4, 8, 2, 2), (ANY, ANY, 16, 4, 8, 1, 2)]
 # Storage order of the axes of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), and of scales, by ndim
 STORED = {3: (0, 2, 1), 4: (0, 3, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
-MAX_SPLITS = 8   # maximum split-K in linear_many
-
-
-def speaks_cuda() -> bool:
-  """Return whether kernels are compiled from CUDA C++ and may contain its statements."""
-  return isinstance(renderer(), CUDARenderer)
 
 
 def stored_shape(out_features: int, in_features: int, dtype: DType) -> tuple[int, ...]:
@@ -91,19 +86,16 @@ def prepare_scales(w: Quantized, dtype: DType) -> np.ndarray:
   return narrow(scale, w.q.dtype == E2M1) if dtype == dtypes.half else scale
 
 
-def new(like: Tensor, columns: sint, dtype: DType | None = None) -> Tensor:
-  """Return an uninitialized tensor, (rows of `like`, columns), as a kernel's output. Traced functions may return it."""
-  return Tensor.invalids(like.shape[0] * columns, dtype=dtype or like.dtype, device=like.device).reshape(-1, columns)
-
-
 class FastLinear(backend.Linear):
   """A linear layer with W (float or quantized) stored in the order that lanes load it."""
   number_format = UNQUANTIZED
   order: Tensor | None = None   # (in,) int32: input of each column of W, if permuted (GPTQ)
+  flags: Tensor | None = None   # see many_rows.new_flags
 
   def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType, axis: int = 0):
     super().__init__(in_features, sources, bias, dtype, axis)
     self.weight = Tensor.empty(*stored_shape(self.out_features, in_features, dtype), dtype=dtype)
+    if bias: self.bias = Tensor.empty(self.out_features, dtype=dtypes.float32)
     self.scales: dict[str, Tensor] = {}   # scale and offset of a quantized W, see Operands
 
   def ordered(self, w: np.ndarray) -> np.ndarray:
@@ -121,8 +113,11 @@ class FastLinear(backend.Linear):
     shape, dtype = self.weight.max_shape, self.weight.dtype
     if plain := [w for w in shards if isinstance(w, np.ndarray)]:
       self.weight.replace(place([reorder(self.ordered(w), shape) for w in plain], dtype))
-      return
-    quantized = [w for w in shards if isinstance(w, Quantized)]
+    elif quantized := [w for w in shards if isinstance(w, Quantized)]: self.store_quantized(quantized, place)
+    self.flags = many_rows.new_flags(self.weight.device)
+
+  def store_quantized(self, quantized: list[Quantized], place: Callable[..., Tensor]) -> None:
+    shape, dtype = self.weight.max_shape, self.weight.dtype
     self.number_format = quantized[0].number_format
     self.weight = place([pack_numbers(self.ordered(w.q), shape) for w in quantized])
     scales = {"scale": [prepare_scales(w, dtype) for w in quantized],
@@ -130,20 +125,20 @@ class FastLinear(backend.Linear):
     self.scales = {name: place([reorder(self.ordered(x), scales_shape(shape, x.shape[1])) for x in arrays])
                    for name, arrays in scales.items() if arrays}
     order = quantized[0].order
-    if (np.diff(order) != 1).any(): self.order = place([order.astype(np.int32)] * len(shards))
+    if (np.diff(order) != 1).any(): self.order = place([order.astype(np.int32)] * len(quantized))
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
     """Like backend.Linear. With split-K, return the partial sums stacked along the first axis."""
-    tiles = self.shared_tiles(x)
-    out = new(x, self.out_features * (tiles.splits if tiles else 1), dtype)
+    tiles = many_rows.choose_tiles(self, x)
+    out = new(x, x.shape[0], self.out_features * (tiles.splits if tiles else 1), dtype=dtype)
     return self.multiply(out.reshape(-1, self.out_features), x)
 
   def multiply(self, out: Tensor, x: Tensor, row_groups: Tensor | None = None, activation: str = "") -> Tensor:
     """Return `out` with the products. See Operands."""
     if self.order is not None: x = x[:, self.order].contiguous()
     kernel: Callable[[Operands], UOp] = linear_kernel if self.weight.ndim == 3 else tensor_core_linear_kernel
-    if row_groups is None and (tiles := self.shared_tiles(x)):
-      kernel = functools.partial(many_rows_linear_kernel, tiles=tiles)
+    if row_groups is None and (tiles := many_rows.choose_tiles(self, x)):
+      return many_rows.multiply(self, out, x, tiles, activation)
     tensors = {"x": x, "weight": self.weight, **self.scales, "bias": self.bias, "row_groups": row_groups}
     inputs = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     def run(out: UOp, *uops: UOp) -> UOp:
@@ -151,18 +146,8 @@ class FastLinear(backend.Linear):
       return kernel(Operands(out, **named, number_format=self.number_format, activation=activation))
     return out.custom_kernel(*inputs.values(), fxn=run)[0]
 
-  def shared_tiles(self, x: Tensor) -> Shared | None:
-    """Return the tiles of linear_many, or None if that kernel is not used: it needs x and scales in float16, and scales
-    that cover whole iterations of 32 inputs."""
-    K32 = self.weight.max_shape[1]
-    fits = all(x.dtype == s.dtype == dtypes.half and K32 % s.max_shape[1] == 0 for s in self.scales.values())
-    if self.weight.ndim not in (5, 8) or not speaks_cuda() or not fits: return None
-    limit = gcd(K32, MAX_SPLITS) if self.axis == 1 and self.bias is None else 1
-    splits = [n for n in range(1, limit + 1) if limit % n == 0]
-    return shared_tiles(x.max_shape[0], self.out_features, splits, bool(self.scales))
-
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
-    out = new(ids, self.weight.numel() // self.out_features, dtype)
+    out = new(ids, ids.shape[0], self.weight.numel() // self.out_features, dtype=dtype)
     return out.custom_kernel(local_ids(ids, self.out_features), self.weight, fxn=rows_kernel)[0]
 
 
@@ -173,7 +158,7 @@ class FastGateUp(backend.GateUp, FastLinear):
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
     if self.weight.ndim == 3: return super().__call__(x, dtype)
-    return self.multiply(new(x, self.out_features // 2, dtype), x, activation=self.activation)
+    return self.multiply(new(x, x.shape[0], self.out_features // 2, dtype=dtype), x, activation=self.activation)
 
 
 def rows_kernel(out: UOp, ids: UOp, weight: UOp) -> UOp:
@@ -276,34 +261,6 @@ def tensor_core_linear_kernel(operands: Operands) -> UOp:
   return kernel_of("linear_tc", UOp.group(*stores), ())
 
 
-@functools.cache
-def many_rows_linear_kernel(operands: Operands, tiles: Shared) -> UOp:
-  """Multiply on tensor cores with x and W in shared memory. In each iteration of 32 inputs, the warps start the copies
-  for a later iteration and multiply the complete buffer. One barrier suffices, because the buffer being written was
-  read one iteration ago. out: (T, N), or with split-K one (T, N) per split, stacked along the first axis."""
-  shared = SharedBuffers(operands, tiles)
-  iteration = UOp.range(shared.iterations, 11, AxisType.REDUCE)
-  copies = shared.load(UOp.const(0))
-  for i in range(1, tiles.buffers - 1): copies = shared.load(UOp.const(i), copies)
-  loads = shared.load(iteration + tiles.buffers - 1, wait(copies, iteration, tiles.buffers - 2))
-  w = [shared.weights(iteration, loads, n) for n in range(tiles.n)]
-  inputs = [shared.inputs(iteration, loads, t) for t in range(tiles.t)]
-  sums = {nt: UOp.placeholder((2, 2), dtypes.float32, 300 + i, AddrSpace.REG)
-          for i, nt in enumerate(np.ndindex(tiles.n, tiles.t))}
-  adds = []
-  for (n, t), total in sums.items():
-    total = total.after(UOp.group(*[total[i].store(0.0) for i in np.ndindex(2, 2)]), iteration)
-    product = mma(w[n][0], inputs[t][0], UOp.stack(*[total[i] for i in np.ndindex(2, 2)]))
-    product = mma(w[n][1], inputs[t][1], product)
-    adds += [total[divmod(i, 2)].store(product.index(i)) for i in range(4)]
-  done = UOp.group(*adds).end(iteration)
-  r, e = axes(6, 2, 2, axis_type=AxisType.UPCAST)
-  row = shared.split * operands.x.shape[0] + shared.first_row + shared.column * 2 + e
-  stores = [store_tile(operands, total.after(done)[r, e], row + (shared.warp_run + t) * 8,
-                       shared.first_tile + shared.warp_tile + n, r, shared.row) for (n, t), total in sums.items()]
-  return kernel_of("linear_many", UOp.group(*stores), ())
-
-
 def prefetch(operands: Operands, n: UOp, k: UOp, count: int) -> UOp:
   """Prefetch the weights of `count` inputs, PREFETCH bytes after input k's, and return 0."""
   weight, in_element = operands.weight, operands.number_format.in_element
@@ -362,7 +319,7 @@ class FastNorm(backend.Norm):
     return Tensor.empty_like(rows).custom_kernel(rows, self.weight, fxn=self.kernel)[0].reshape(x.shape)
 
   def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    inputs = x, self.weight, new(x, x.shape[1]), *partial_sums(delta)
+    inputs = x, self.weight, new(x, *x.shape), *partial_sums(delta)
     normed, _, _, total, *_ = Tensor.empty_like(x).custom_kernel(*inputs, fxn=self.kernel)
     return total, normed
 

@@ -2,7 +2,7 @@
 online softmax."""
 import dataclasses, functools, math
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
 from tinygrad.codegen.opt import Opt, OptOps
@@ -11,7 +11,7 @@ from tinygrad.uop.ops import AxisType, KernelInfo, Ops, sint
 
 from tinyvllm.backend import TOKENS, cpu_cores
 
-from .quantized import UNQUANTIZED, NumberFormat
+from tinyvllm_extra.models.quantized import UNQUANTIZED, NumberFormat
 
 LOWEST = -1e30   # score with weight 0; not -inf, because inf - inf is NaN
 LOG2_E = math.log2(math.e)
@@ -169,19 +169,3 @@ class Routes:
     t = t.minimum(self.num_rows - 1)
     if self.row_groups is None: return t
     return (self.target(t) // (self.num_targets // self.num_sources)).maximum(0).minimum(self.num_sources - 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class State:
-  """Accumulators of online softmax for query rows, in float32 (Dao et al. 2022, arXiv:2205.14135)."""
-  total: UOp     # weighted sum of V
-  highest: UOp   # highest score
-  weight: UOp    # sum of the weights exp2(score - highest)
-  iteration: UOp # (1,) int32
-
-  def index(self, limit: sint) -> UOp:
-    """Load the iteration's index. limit: an upper bound that keeps index arithmetic in 32 bits."""
-    return self.iteration[0].load().cast(dtypes.weakint) % limit
-
-  def after(self, *stores: UOp) -> Self:
-    return dataclasses.replace(self, **{name: x.after(*stores) for name, x in vars(self).items()})

@@ -2,6 +2,7 @@
 states its reason and when to remove it."""
 import functools, importlib.metadata, os, pathlib, shutil, tempfile, threading
 from collections.abc import Callable
+from typing import Any
 
 from tinygrad import Device, UOp, dtypes, helpers
 from tinygrad.device import BufferSpec, LRUAllocator
@@ -38,6 +39,7 @@ def apply(compiler: str) -> None:
     use_widest_vectors()
   if Device.DEFAULT == "CUDA":
     order_kernels_by_ranges()
+    use_dynamic_shared_memory()
     compiler = compile_machine_code() or compiler
   lock_allocators()
   load_whole_words()
@@ -99,11 +101,25 @@ def order_kernels_by_ranges() -> None:
   Device.default.graph = RangedGraph
 
 
+@functools.cache
+def use_dynamic_shared_memory() -> None:
+  """Load kernels whose name ends in smemN with N bytes of dynamic shared memory. tinygrad's have none, and 48 KiB at
+  most. Checked with 0.14.0. Remove when a PROGRAM says how many bytes it needs."""
+  from tinygrad.runtime.ops_cuda import CUDAProgram   # slow to import
+  load = CUDAProgram.__init__
+  def load_with_shared_memory(self: CUDAProgram, dev: Any, obj: Any) -> None:
+    load(self, dev, obj, int(obj.name.partition("_smem")[2] or 0))
+  replace(CUDAProgram, "__init__", load_with_shared_memory)
+
+
 def compile_machine_code() -> str | None:
-  """Have nvrtc return machine code. tinygrad requests PTX, which the driver compiles slowly at each start.
+  """Have nvrtc return machine code, for all instructions of Hopper. tinygrad requests PTX, which the driver compiles
+  slowly at each start, and has no wgmma.
   Checked with 0.14.0. Remove when tinygrad's NVRTCCompiler returns cubins for CUDA. Return nvrtc's file, if known."""
   from tinygrad.runtime.autogen import nvrtc
-  renderer().compiler.ptx = helpers.DEBUG >= 5   # tinygrad prints PTX only
+  compiler = renderer().compiler
+  compiler.ptx = helpers.DEBUG >= 5   # tinygrad prints PTX only
+  compiler.compile_options[0] = f"--gpu-architecture={compiler.arch.replace('sm_90', 'sm_90a')}"   # has wgmma
   return getattr(nvrtc.dll, "_name", None)
 
 

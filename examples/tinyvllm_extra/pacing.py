@@ -5,9 +5,9 @@ import collections, itertools, time
 from tinyvllm.config import EngineConfig
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler import BlockManager, Scheduler
-from tinyvllm_extra.options import LLMConfig
 
-PROMPT = 128   # least limit of a step with prompts, in tokens
+from .kernels.graphs import PROMPT
+from .options import LLMConfig
 
 
 class PacedScheduler(Scheduler):

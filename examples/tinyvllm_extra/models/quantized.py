@@ -6,8 +6,6 @@ from typing import NamedTuple
 import numpy as np
 from tinygrad import UOp, dtypes
 
-from .kv_cache import half_bits
-
 # Small floats, which numpy lacks: a byte each, in a field with the format's name
 E4M3 = np.dtype([("e4m3", np.uint8)])
 E2M1 = np.dtype([("e2m1", np.uint8)])   # in the lower 4 bits (MXFP4)
@@ -35,7 +33,8 @@ class NumberFormat:
     """Decode pair i of a word, which has the same bits in both halves, to two float16, as a word: small floats, or
     integers with bias, else times 2**-24 (subnormal float16 bits)."""
     pair = word.cast(dtypes.uint32) >> (i % (16 // self.bits) * self.bits).cast(dtypes.uint32)
-    if self.is_float: return half_bits(pair, False, self.bits)
+    if self.is_float and self.bits == 4: return (pair & 0x70007) << 9 | (pair & 0x80008) << 12
+    if self.is_float: return (pair & 0x7f007f) << 7 | (pair & 0x800080) << 8
     pair = pair & (2**self.bits - 1) * 0x10001
     return pair | 0x64006400 if has_bias else pair
 

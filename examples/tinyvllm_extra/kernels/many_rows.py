@@ -1,0 +1,135 @@
+"""Matrix products of many rows of x on NVIDIA tensor cores: linear_many.cu and, on Hopper, wgmma.cu."""
+import contextvars, ctypes, functools, math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from tinygrad import Device, Tensor, UOp, dtypes
+from tinygrad.uop.ops import AxisType
+
+from tinyvllm.backend import TOKENS, renderer
+from tinyvllm_extra.models.quantized import NumberFormat
+
+from . import cuda_source, shards
+from .buffers import new, new_tensor
+from .cuda_source import Launch
+from .schedule import kernel_of
+
+if TYPE_CHECKING: from .matmul import FastLinear
+
+ACTIVATIONS = {"": "x", "silu": "x / (1 + __expf(-(x)))",   # by method of Tensor
+               "gelu": "x / (1 + __expf(x * (-1.5957691f - 0.0713548f * x * x)))"}
+MAX_SPLITS = 8   # maximum split-K of linear_many.cu
+SHARED_BYTES = 230400   # of a Hopper multiprocessor, without barriers
+COUNT = TOKENS.num_words + 1   # row of `tokens` that holds the number of tokens, see tensor_cores.add_query_tiles
+# The tokens of the step whose layers are traced, see tensor_cores.add_query_tiles. Products skip rows of padding, so
+# that the graph of a large step runs smaller ones in less time
+current: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("current", default=None)
+
+
+def current_tokens(rows: int) -> Tensor | None:
+  """Return the step's tokens with their number, if the step has so many rows."""
+  tokens = current.get()
+  return tokens if tokens is not None and tokens.shape == (COUNT + 1, rows) else None
+
+
+class Tiles(NamedTuple):
+  """Sizes of a work group, whose warps share x and W in shared memory."""
+  n: int        # tiles of 16 outputs per warp
+  t: int        # tiles of 8 rows of x per warp
+  wide: int     # warps along the outputs
+  high: int     # warps along the rows
+  buffers: int  # buffers of 32 inputs for asynchronous copies, at most 48 KiB in total; 0: wgmma.cu
+  min_groups: int = 192   # minimum number of work groups for linear_many.cu to be the fastest
+  splits: int = 1         # work groups per sum (split-K)
+
+  @property
+  def outputs(self) -> int: return 16 * self.n * self.wide
+
+  @property
+  def rows(self) -> int: return 8 * self.t * self.high
+
+
+# The first one with enough work groups is used. Quantized: fewer warps share the same outputs, because each warp
+# dequantizes its own. Measured on an H100 and an H200 (tests/benchmarks/LOG.md)
+TILES = {False: [Tiles(2, 16, 4, 1, 3), Tiles(2, 4, 2, 2, 6), Tiles(2, 4, 2, 1, 8)],
+         True: [Tiles(2, 16, 4, 1, 3, 200), Tiles(2, 8, 4, 1, 4, 128), Tiles(1, 4, 4, 1, 8), Tiles(1, 4, 2, 1, 8),
+                Tiles(1, 2, 2, 1, 8)]}
+WGMMA = [Tiles(1, 32, 8, 1, 0), Tiles(1, 16, 8, 1, 0)]
+
+
+def choose_tiles(layer: "FastLinear", x: Tensor) -> Tiles | None:
+  """Return the tiles for x, (T, K), or None if another kernel is faster, or if W or x has another format: x and scales
+  must be float16, and scales must cover whole iterations of 32 inputs."""
+  (T, K), N, scales = x.max_shape, layer.out_features, layer.scales.values()
+  fits = all(x.dtype == s.dtype == dtypes.half and K // 32 % s.max_shape[1] == 0 for s in scales)
+  if layer.weight.ndim not in (5, 8) or not cuda_source.speaks_cuda() or not fits: return None
+  fitting = [x for x in WGMMA if T % x.rows == 0 == K % 64]
+  if fitting and layer.flags is not None and current_tokens(T) is not None: return fitting[0]
+  limit = math.gcd(K // 32, MAX_SPLITS) if layer.axis == 1 and layer.bias is None else 1
+  candidates = [x._replace(splits=n) for x in TILES[bool(scales)] for n in range(1, limit + 1) if limit % n == 0]
+  return next((x for x in candidates if T % x.rows == 0 == N % x.outputs
+               and T // x.rows * (N // x.outputs) * x.splits >= x.min_groups), None)
+
+
+def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles, activation: str) -> Tensor:
+  """Return `out` with x @ W.T + bias or a GateUp's activations: (T, N), or with split-K one (T, N) per split, stacked
+  along the first axis. Rows of the step's padding are undefined."""
+  (T, K), packed, scratch = x.max_shape, x, {}
+  tokens = current_tokens(T)
+  if tokens is not None and layer.flags is not None and not tiles.buffers:
+    packed = new(x, T // tiles.rows, K // 64, tiles.rows, 64).custom_kernel(x, tokens, fxn=pack_kernel)[0]
+    sums = new(x, int(layer.flags.shape[0]) * 16 * tiles.rows, dtype=dtypes.float32)   # 128 per row for each block
+    scratch = {"partial": sums, "flags": layer.flags}
+  launch = functools.partial(launch_many, number_format=layer.number_format, activation=activation, tiles=tiles)
+  return cuda_source.run(launch, out=out, weight=layer.weight, x=packed, tokens=tokens, **scratch, **layer.scales,
+                         bias=layer.bias)[0]
+
+
+def launch_many(operands: dict[str, UOp], number_format: NumberFormat, activation: str, tiles: Tiles) -> Launch:
+  shapes = {name: x.max_shape for name, x in operands.items()}
+  N, K, T = shapes["weight"][0] * 16, shapes["weight"][1] * 32, math.prod(shapes["x"]) // shapes["weight"][1] // 32
+  definitions: dict[str, object] = {
+    "N": N, "K": K, "BITS": number_format.bits, "IS_FLOAT": int(number_format.is_float),
+    "BIAS": int(np.float16(number_format.bias).view(np.uint16)) * 0x10001, "GROUPS": shapes.get("scale", (0, 0))[1],
+    "TYPE": f'"{cuda_source.TYPES[operands["x"].dtype]}"', "ROWS": tiles.rows, "OUTPUTS": tiles.outputs,
+    "IS_FLOAT32": int(operands["out"].dtype == dtypes.float32), "ACTIVATION": int(bool(activation)),
+    "ACTIVATED(x)": ACTIVATIONS[activation], "ROWS_OF_STEP": f"tokens[{COUNT * T}]" if "tokens" in operands else T}
+  if tiles.buffers:
+    buffer = tiles.rows * 64 + tiles.outputs * 4 * (number_format.bits + (number_format.bits < 16))   # bytes
+    definitions |= {"N_TILES": tiles.n, "T_TILES": tiles.t, "WIDE": tiles.wide, "HIGH": tiles.high,
+                    "BUFFERS": tiles.buffers, "BUFFER": buffer}
+    groups = T // tiles.rows, N // tiles.outputs, tiles.splits
+    return Launch(f"linear_many_{N}_{K}", "linear_many.cu", definitions, groups, 32 * tiles.wide * tiles.high,
+                  tiles.buffers * buffer)
+  stage = tiles.rows * 128 + 1024 * number_format.bits
+  n = tiles.rows // 2   # of a lane's sums; then its weights, the descriptor of x, and whether to add to the sums
+  sums, pointers = [", ".join(form.format(i) for i in range(n)) for form in ("%{0}", '"+f"(sums[{0}])')]
+  definitions |= {"STAGES": SHARED_BYTES // stage, "SUMS": pointers, "WGMMA":
+    f'"setp.ne.b32 p, %{n + 5}, 0; wgmma.mma_async.sync.aligned.m64n{tiles.rows}k16.f32." TYPE "." TYPE " {{{sums}}},"'
+    f'" {{%{n}, %{n + 1}, %{n + 2}, %{n + 3}}}, %{n + 4}, p, 1, 1, 0;"'}
+  groups, shared_bytes = (shapes["flags"][0] // 8, 1, 1), SHARED_BYTES // stage * stage + 2048
+  return Launch(f"wgmma_{tiles.rows}_{N}_{K}", "wgmma.cu", definitions, groups, 384, shared_bytes)
+
+
+@functools.cache
+def new_flags(devices: str | tuple[str, ...]) -> Tensor | None:
+  """Return flags for the blocks that share a tile, eight for each multiprocessor of each device: zeros, also after each
+  kernel. None if the devices are not Hopper."""
+  if Device.DEFAULT != "CUDA" or renderer().target.arch != "sm_90": return None
+  from tinygrad.runtime.autogen import cuda   # slow to import
+  device: Any = Device.default
+  cuda.cuDeviceGetAttribute(ctypes.byref(count := ctypes.c_int()), 16, device.cu_device)   # multiprocessors
+  flags = [new_tensor(np.zeros(8 * count.value, np.uint32), name) for name in np.atleast_1d(devices).tolist()]
+  return shards.stack(flags) if len(flags) > 1 else flags[0]
+
+
+def pack_kernel(out: UOp, x: UOp, tokens: UOp) -> UOp:
+  """Copy x, (T, K), to the order that wgmma.cu reads, (tiles, K / 64, rows, 64)."""
+  (T, K), rows = x.max_shape, out.max_shape[2]
+  lane = UOp.range(T * K // 512, 0, AxisType.GLOBAL) * 64 + UOp.range(64, 1, AxisType.LOCAL)
+  at = lane * 8 + UOp.range(8, 2, AxisType.UPCAST)
+  t, k = at // K, at % K
+  chunk = (k % 64 // 32 * 4 + k % 8 // 2) ^ t % 8   # of 8 inputs
+  to = ((t // rows * (K // 64) + k // 64) * rows + t % rows) * 64 + chunk * 8 + k % 32 // 8 * 2 + k % 2
+  exists = t < tokens[COUNT, 0].load().cast(dtypes.weakint)
+  return kernel_of("pack", out.base.index(to.valid(exists)).store(x.base.index(at.valid(exists)).load()), ())

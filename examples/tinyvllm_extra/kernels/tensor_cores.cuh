@@ -1,0 +1,77 @@
+// What the CUDA sources share: statements of PTX (the PTX ISA has their operands), and fragments of W and of sums.
+//
+// W is stored in the order of a lane's operands: a warp multiplies 16 outputs, with two instructions for 32 inputs.
+// Lane 4 r + c has the weights of outputs r and r + 8 for inputs 8 c to 8 c + 7. Its sums: two rows each, from 2 c.
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+#define DEVICE __device__ __forceinline__
+#define PTX(...) asm volatile(__VA_ARGS__ : "memory")
+#define UNROLL _Pragma("unroll")
+
+DEVICE u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+// d += a @ b, with 16 x 16 numbers a and 16 x 8 numbers b
+DEVICE void mma(float* d, const u32* a, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Copies 16 bytes to shared memory. A thread waits for its groups of copies, except the last PENDING ones
+DEVICE void copy_async(void* to, const void* from, bool is_needed = true) {
+  PTX("{.reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}"
+      :: "r"(address(to)), "l"(from), "r"((int)is_needed));
+}
+DEVICE void commit_copies() { PTX("cp.async.commit_group;" ::); }
+template <int PENDING> DEVICE void wait_for_copies() { PTX("cp.async.wait_group %0;" :: "n"(PENDING)); }
+DEVICE float power_of_2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DEVICE u32 pack(float low, float high) {
+  u32 y;
+  asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+// The transposed 8 x 8 numbers of a warp, two in each lane
+DEVICE u32 transposed(u32 x) { PTX("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(x)); return x; }
+// (x - bias) * scale + offset of two float16
+DEVICE u32 scaled(u32 x, u32 bias, u32 scale, u32 offset) {
+  asm("sub.f16x2 %0, %0, %1; fma.rn.f16x2 %0, %0, %2, %3;" : "+r"(x) : "r"(bias), "r"(scale), "r"(offset));
+  return x;
+}
+
+#ifdef BITS
+// Loads the lane's weights of 32 inputs, see NumberFormat.pair. scales, offsets: float16, of its two outputs
+#define W_BYTES (64 * BITS)   // of 16 outputs and 32 inputs
+DEVICE void load_weights(u32 (*w)[4], const char* from, u32 scales, u32 offsets) {
+  struct __align__(BITS * 2) Words { u32 at[BITS / 2]; };
+  const int lane = threadIdx.x % 32;
+  UNROLL for (int i = 0; i < 8; i++) {   // pairs
+    u32& y = w[i / 4][i % 4];
+    if (BITS == 16) { y = ((const u32*)from)[i / 2 * 64 + lane * 2 + i % 2]; continue; }
+    u32 q = ((const Words*)from)[lane].at[i * BITS / 16] >> i % (16 / BITS) * BITS;
+    if (!IS_FLOAT) q = (q & ((1 << BITS % 16) - 1) * 0x10001) | 0x64006400;
+    else q = BITS == 8 ? (q & 0x7f007f) << 7 | (q & 0x800080) << 8 : (q & 0x70007) << 9 | (q & 0x80008) << 12;
+    const int half = i % 2 ? 0x3232 : 0x1010;   // of the output
+    y = scaled(q, BIAS, __byte_perm(scales, 0, half), __byte_perm(offsets, 0, half));
+  }
+}
+// Stores the sums of 8 rows, from `row` and before `end`, and 16 outputs, plus bias; of a GateUp its activations
+DEVICE void store(char* out, const float* sums, const float* bias, int n16, int row, int end) {
+  const int lane = threadIdx.x % 32, odd = lane % 2, r = row + lane / 4;
+  float d[4];
+  UNROLL for (int e = 0; e < 4; e++) {
+    const int column = ACTIVATION ? e / 2 * (N / 2) + n16 * 8 + lane / 4 : n16 * 16 + e / 2 * 8 + lane / 4;
+    const int own = row + lane % 4 * 2 + e % 2;
+    d[e] = sums[e] + (HAS_BIAS ? bias[column] : 0);
+    if (IS_FLOAT32 && own < end) ((float*)out)[(size_t)own * N + column] = d[e];
+  }
+  if (IS_FLOAT32) return;
+  if (ACTIVATION) {
+    const u32 both = transposed(pack(ACTIVATED(d[0]) * d[2], ACTIVATED(d[1]) * d[3]));
+    if (r < end) ((u32*)out)[(size_t)r * (N / 4) + n16 * 4 + lane % 4] = both;
+    return;
+  }
+  const u32 low = transposed(pack(d[0], d[1])), high = transposed(pack(d[2], d[3]));
+  const u32 other = __shfl_xor_sync(~0u, odd ? low : high, 1);   // neighbours exchange halves: whole sectors
+  const uint2 four = odd ? make_uint2(other, high) : make_uint2(low, other);
+  if (r < end) ((uint2*)out)[((size_t)r * N + n16 * 16 + lane % 4 / 2 * 4 + odd * 8) / 4] = four;
+}
+#endif

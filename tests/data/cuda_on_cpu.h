@@ -1,0 +1,119 @@
+// CUDA's names, and PTX's statements for tensor cores, on a CPU: the threads of a block take turns, see Barrier.
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstring>
+#define __global__
+#define __device__
+#define __shared__
+#define __forceinline__ inline
+#define __align__(n) __attribute__((aligned(n)))
+#define __launch_bounds__(...)
+struct Index { unsigned x, y, z; };
+struct float2 { float x, y; };
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline float __expf(float x) { return expf(x); }
+inline float power_of_2(float x) { return exp2f(x); }
+
+static Index blockIdx, gridDim;
+static ucontext_t scheduler, threads[1024];
+static int current;   // thread
+struct ThreadIndex { operator Index() const { return {(unsigned)current, 0, 0}; } };
+#define threadIdx ((Index)ThreadIndex())
+extern "C" { alignas(128) char memory[1 << 18]; }   // shared
+
+struct Barrier {
+  int count, arrived, generation;
+  void wait() {
+    const int begun = generation;
+    if (++arrived == count) { arrived = 0; generation++; }
+    while (generation == begun) swapcontext(&threads[current], &scheduler);
+  }
+};
+static Barrier of_block, of_warp[32];
+static char exchanged[32][32][32];   // 32 bytes of each lane of each warp
+inline void __syncthreads() { of_block.wait(); }
+template <class T> struct Lanes { T at[32]; };
+template <class T> Lanes<T> exchange(const T& own) {   // returns the values of all lanes of the warp
+  const int warp = current / 32;
+  Lanes<T> all;
+  memcpy(exchanged[warp][current % 32], &own, sizeof(T));
+  of_warp[warp].wait();
+  for (int i = 0; i < 32; i++) memcpy(&all.at[i], exchanged[warp][i], sizeof(T));
+  of_warp[warp].wait();
+  return all;
+}
+template <class T> T __shfl_xor_sync(unsigned, T x, int bit) { return exchange(x).at[current % 32 ^ bit]; }
+inline bool __any_sync(unsigned, bool x) {
+  for (bool other : exchange(x).at) if (other) return true;
+  return false;
+}
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned order) {
+  const unsigned long long both = (unsigned long long)y << 32 | x;
+  unsigned result = 0;
+  for (int i = 0; i < 4; i++) result |= (unsigned)(both >> (order >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return result;
+}
+
+inline float half_of(unsigned pair, int i) { return (float)__builtin_bit_cast(_Float16, (unsigned short)(pair >> 16 * i)); }
+inline unsigned pack(float low, float high) {
+  return __builtin_bit_cast(unsigned short, (_Float16)low) |
+         (unsigned)__builtin_bit_cast(unsigned short, (_Float16)high) << 16;
+}
+struct Fragments { unsigned a[4], b[2]; };
+inline void mma(float* d, const unsigned* a, unsigned b0, unsigned b1) {
+  const auto all = exchange(Fragments{{a[0], a[1], a[2], a[3]}, {b0, b1}});
+  for (int e = 0; e < 4; e++)
+    for (int k = 0; k < 16; k++) {
+      const Fragments &x = all.at[current % 32 / 4 * 4 + k % 8 / 2], &y = all.at[(current % 4 * 2 + e % 2) * 4 + k % 8 / 2];
+      d[e] += half_of(x.a[e / 2 + k / 8 * 2], k % 2) * half_of(y.b[k / 8], k % 2);
+    }
+}
+inline unsigned transposed(unsigned x) {
+  const auto all = exchange(x);
+  const int row = current % 32 / 4, column = current % 4 * 2;
+  const auto number = [&](int from) { return all.at[from * 4 + row / 2] >> row % 2 * 16 & 0xffff; };
+  return number(column) | number(column + 1) << 16;
+}
+inline unsigned scaled(unsigned x, unsigned bias, unsigned scale, unsigned offset) {
+  float y[2];
+  for (int i = 0; i < 2; i++)
+    y[i] = (_Float16)(half_of(x, i) - half_of(bias, i)) * half_of(scale, i) + half_of(offset, i);
+  return pack(y[0], y[1]);
+}
+inline void copy_async(void* to, const void* from, bool is_needed = true) { if (is_needed) memcpy(to, from, 16); }
+inline void commit_copies() {}
+template <int PENDING> void wait_for_copies() {}
+
+static void (*kernel)();
+static bool is_done[1024];
+static void run_thread() { kernel(); is_done[current] = true; swapcontext(&threads[current], &scheduler); }
+static void launch(void (*function)(), int num_threads) {
+  static char stacks[1024 << 16];
+  kernel = function;
+  for (unsigned i = 0; i < gridDim.x * gridDim.y * gridDim.z; i++) {
+    blockIdx = {i % gridDim.x, i / gridDim.x % gridDim.y, i / gridDim.x / gridDim.y};
+    of_block = {num_threads};
+    for (Barrier& warp : of_warp) warp = {32};
+    memset(memory, 0xff, sizeof(memory));   // NaN
+    for (current = 0; current < num_threads; current++) {
+      ucontext_t& context = threads[current];
+      is_done[current] = false;
+      getcontext(&context);
+      context.uc_stack.ss_sp = &stacks[current << 16];
+      context.uc_stack.ss_size = 1 << 16;
+      makecontext(&context, run_thread, 0);
+    }
+    for (bool is_running = true; is_running;) {
+      is_running = false;
+      for (current = 0; current < num_threads; current++)
+        if (!is_done[current]) { is_running = true; swapcontext(&scheduler, &threads[current]); }
+    }
+  }
+}

@@ -1,0 +1,54 @@
+"""Runs the extension's CUDA sources on a CPU: tests/data/cuda_on_cpu.h replaces the statements of PTX."""
+import ctypes
+import functools
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+
+import numpy as np
+from tinygrad import Tensor, UOp
+
+from tinyvllm_extra.kernels import cuda_source
+
+HEADER = pathlib.Path(__file__).parents[1] / "data" / "cuda_on_cpu.h"
+COMPILER = pathlib.Path(sys.executable).with_name("clang++")
+REPLACED = ("mma", "copy_async", "commit_copies", "wait_for_copies", "pack", "transposed", "scaled", "power_of_2",
+            "address")
+
+
+@functools.cache
+def compiled(source: str) -> ctypes.CDLL:
+  """Compile a kernel's source with the header, without the functions that the header replaces."""
+  for name in REPLACED:   # from its first line to one that ends with a brace
+    pattern = rf"^(template <.*> )?DEVICE \w+ {name}\((.*\}}$|(.*\n)*?\}}$)"
+    source, count = re.subn(pattern, "", source, count=1, flags=re.M)
+    assert count == 1, name
+  name, = re.findall(r"^#define NAME (\w+)", source, re.M)
+  types = re.findall(r"([\w* ]+[*]) \w+", re.findall(r"^#define ARGUMENTS (.*)$", source, re.M)[0])
+  arguments = ", ".join(f"({kind})pointers[{i}]" for i, kind in enumerate(types))
+  run = (f"static void** pointers;\nstatic void call() {{ {name}({arguments}); }}\n"
+         'extern "C" void run(void** given, Index groups, int threads) {\n'
+         "  pointers = given; gridDim = groups; launch(call, threads); }")
+  with tempfile.TemporaryDirectory() as folder:
+    file = pathlib.Path(folder, "kernel.cpp")
+    file.write_text(f'#include "{HEADER}"\n{source}\n{run}\n')
+    library = file.with_suffix(".so")
+    options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-nostdlib++"]
+    subprocess.run([COMPILER, *options, file, "-o", library, "-lm"], check=True)
+    return ctypes.CDLL(library)
+
+
+def run(make: Callable[[dict[str, UOp]], cuda_source.Launch], **tensors: Tensor | None) -> list[Tensor]:
+  """Like cuda_source.run, at once."""
+  given = {name: x for name, x in tensors.items() if x is not None}
+  operands = {name: UOp.placeholder(x.max_shape, x.dtype, i) for i, (name, x) in enumerate(given.items())}
+  program = cuda_source.program_of(make, operands)
+  arrays = [np.ascontiguousarray(x.numpy()) for x in given.values()]
+  pointers = (ctypes.c_void_p * len(arrays))(*[x.ctypes.data for x in arrays])
+  groups = (ctypes.c_uint * 3)(*program.arg.global_size)
+  class Index(ctypes.Structure): _fields_ = [(name, ctypes.c_uint) for name in "xyz"]
+  compiled(program.src[2].arg).run(pointers, Index(*groups), ctypes.c_int(program.arg.local_size[0]))
+  return [Tensor(x) for x in arrays]

@@ -1,0 +1,64 @@
+"""Products of many rows on Hopper: the order of x on every GPU and in the interpreter, wgmma.cu on a card."""
+import numpy as np
+import pytest
+from helpers.kernels import close, on_device, store_quantized
+from helpers.reference import random_numbers
+from tinygrad import Tensor, TinyJit, dtypes
+
+from tinyvllm.backend import cpu_cores
+from tinyvllm_extra.kernels import many_rows
+from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear
+from tinyvllm_extra.models.quantized import Quantized
+
+on_hopper = pytest.mark.skipif(many_rows.new_flags("CUDA") is None, reason="needs wgmma")
+
+
+def tokens_of(T: int, count: int) -> Tensor:
+  """Return the tokens of a step whose last ones are padding."""
+  tokens = np.zeros((many_rows.COUNT + 1, T), np.int32)
+  tokens[many_rows.COUNT] = count
+  return on_device(tokens)
+
+
+@pytest.mark.skipif(bool(cpu_cores()), reason="a CPU has no work groups")
+@pytest.mark.parametrize(("T", "K", "count"), [(128, 64, 128), (256, 192, 77), (512, 128, 300)])
+def test_packed_order_is_that_of_wgmma(T, K, count):
+  x, rows = np.arange(T * K, dtype=np.float32).reshape(T, K), 128 if T % 256 else 256
+  layout = x.reshape(T // rows, rows, K // 64, 2, 4, 2, 2, 2).transpose(0, 2, 1, 3, 5, 6, 4, 7)   # a, i, h, c, p last
+  chunks = layout.reshape(T // rows, K // 64, rows, 8, 8)
+  order = np.arange(8) ^ (np.arange(rows) % 8)[:, None]   # 128-byte swizzle
+  expected = np.take_along_axis(chunks, order[None, None, :, :, None], 3).reshape(T // rows, K // 64, rows, 64)
+  tokens = tokens_of(T, count)
+  packed = Tensor.zeros(*expected.shape).contiguous().custom_kernel(on_device(x), tokens, fxn=many_rows.pack_kernel)[0]
+  exists = np.arange(T).reshape(T // rows, 1, rows, 1) < count
+  np.testing.assert_array_equal(packed.numpy(), np.where(exists, expected, 0))
+
+
+@on_hopper
+@pytest.mark.parametrize("kind", ["float16", 8, 4, "e4m3"])
+@pytest.mark.parametrize("layer_class", [FastLinear, FastGateUp])
+@pytest.mark.parametrize(("T", "inputs", "outputs"), [
+  (128, 64, 128), (512, 4096, 4096), (2048, 4096, 12288), (384, 576, 1024), (512, 11008, 4096), (256, 192, 976)])
+def test_product_equals_numpy_for_the_rows_that_exist(T, inputs, outputs, layer_class, kind):
+  layer, rng = layer_class(inputs, {"w": outputs}, kind == "float16", dtypes.float16), np.random.default_rng(1)
+  if kind == "float16":
+    weight = (rng.standard_normal((outputs, inputs)) / 50).astype(np.float16)
+    layer.store([weight], lambda arrays, dtype=None: on_device(*arrays))
+    layer.bias = on_device(rng.standard_normal(outputs).astype(np.float32))
+  else:
+    q, numbers = random_numbers(rng, (outputs, inputs), kind)
+    scale, offset = (rng.random((2, outputs, inputs // 64)) / 4096).astype(np.float16)
+    weight = numbers * scale.repeat(64, 1).astype(np.float32) + (0 if kind == "e4m3" else offset.repeat(64, 1))
+    store_quantized(layer, Quantized(q, scale, None if kind == "e4m3" else offset, np.arange(inputs)))
+  x = rng.standard_normal((T, inputs)).astype(np.float16)
+  expected = x.astype(np.float32) @ weight.astype(np.float32).T + (0 if layer.bias is None else layer.bias.numpy())
+  if layer_class is FastGateUp:
+    gate, up = np.split(expected, 2, 1)
+    expected = gate / (1 + np.exp(-gate)) * up
+
+  @TinyJit
+  def run(x: Tensor, tokens: Tensor) -> Tensor:
+    many_rows.current.set(tokens)
+    return layer(x).realize()
+  for count in (T, 1, T // 2 + 3, T - 1, T):
+    close(run(on_device(x), tokens_of(T, count))[:count], expected[:count], 4e-3)
