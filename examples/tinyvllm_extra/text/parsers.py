@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from tinyvllm.config import read_json
 from tinyvllm.tokenizer import num_held_back
 
-from .tool_calls import MISTRAL, STARTS, Event, Functions, is_in_string, read_calls
+from .tools import MISTRAL, STARTS, Event, Functions, is_in_string, read_calls
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-  """A part of the output between two markers. format: reasoning, content, channel, or one of tool_calls.READERS. A
+  """A part of the output between two markers. format: reasoning, content, channel, or one of tools.READERS. A
   bracket as opening belongs to the section. is_first: only at the start of the answer. function: whose arguments it
   contains, if a channel says so."""
   format: str

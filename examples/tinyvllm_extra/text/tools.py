@@ -1,6 +1,9 @@
-"""Tools in OpenAI's format: the functions that a response may call, and the JSON schema of a response that must call
-one. parsers.py reads calls in generated text."""
-import json
+"""Tools: the functions that a response may call, in OpenAI's format; the JSON schema of a response that must call one;
+and the formats of calls, functions that read the calls in the text of a section (see parsers.py). Calls of small models
+with common errors are understood: an invalid escape keeps its backslash, a comma may be too many, arguments may be JSON
+text."""
+import ast, functools, json, re, warnings
+from collections.abc import Callable
 from typing import Any
 
 from tinyvllm.config import InputError, JsonObject, check
@@ -75,3 +78,171 @@ def merged_definitions(functions: dict[str, JsonObject]) -> JsonObject:
     for name, schema in definitions.items():
       check(merged.setdefault(name, schema) == schema, f"tools: two functions define {name!r} differently in $defs")
   return merged
+
+
+# Formats of calls
+
+Event = tuple[str, str]   # (kind, text); kinds: content, reasoning, call (the function's name), arguments (JSON)
+Call = tuple[str, JsonObject]       # name and arguments
+Functions = dict[str, JsonObject]   # parameter schemas by name
+
+VALUE_START = re.compile(r"[^\s,;\[\]]")
+FENCE = re.compile(r"\A\s*```\w*|```\s*\Z")
+# Parts of JSON text that may need a repair: strings, commas before a closing bracket, Python's literals
+TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|,(?=\s*[}\]])|\b(?:True|False|None)\b', re.DOTALL)
+ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}|(.?))', re.DOTALL)
+REPAIRS = {",": "", "True": "true", "False": "false", "None": "null"}
+PYTHON_TOKEN = re.compile(r"""(["'])(?:(?!\1)[^\\]|\\.)*\1|\b(?:true|false|null)\b""", re.DOTALL)
+FUNCTION = re.compile(r"<function=([^>\n]*)>(.*?)(</function>|(?=<function=)|\Z)", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?(</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+MISTRAL = re.compile(r"\s*([\w.-]*)(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*(?=\{|\[\s*\{)")
+# Text in quotes, a key, or text without quotes
+GEMMA = re.compile(r'<\|"\|>(.*?)<\|"\|>|(?<=[{,])\s*([\w.-]+):|(?<=[:\[,])\s*([^\s{}\[\],<][^{}\[\]<]*?)'
+                   r'(?=,\s*[\w.-]+:|\]|\}|\Z)', re.DOTALL)
+BARE = "\ue0fe"   # a private character
+# Beginnings of calls: other text is content at once
+STARTS = {"json": re.compile(r'[\[\s]*(?:\Z|\{\s*(?:\Z|"))'),
+          "mistral": re.compile(r"(?s).{0,200}\Z|" + MISTRAL.pattern),
+          "pythonic": re.compile(r"\s*\[\s*(?:\Z|[A-Za-z_][\w.]*\s*(?:\Z|\())")}
+
+
+def repair(token: re.Match) -> str:
+  """Return a part of JSON text with the backslashes of invalid escapes doubled."""
+  if token[0][0] != '"': return REPAIRS[token[0]]
+  return ESCAPE.sub(lambda x: x[0] if x[1] is None else rf"\\{x[1]}", token[0])
+
+
+def json_values(text: str) -> list[Any]:
+  """Return all JSON values, separated by commas, semicolons or brackets of a list. Raises ValueError."""
+  text = TOKEN.sub(repair, FENCE.sub("", text))
+  values, position = [], 0
+  while start := VALUE_START.search(text, position):
+    value, position = json.JSONDecoder(strict=False).raw_decode(text, start.start())
+    values.append(value)
+  return values
+
+
+def named(name: object, functions: Functions) -> str:
+  """Return a function's name without the prefix `functions.`. Raises StopIteration for an unknown one."""
+  name = str(name).strip()
+  return next(x for x in (name, name.removeprefix("functions.")) if x in functions)
+
+
+def as_object(arguments: JsonObject | str | None) -> JsonObject:
+  """Return a call's arguments, which may be JSON text or null. Raises TypeError if they are no object."""
+  value, = (json_values(arguments) or [None]) if isinstance(arguments, str) else [arguments]
+  return {**(value or {})}
+
+
+def json_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
+  """Read {"name": ..., "arguments" or "parameters": ...}, alone or in a list, or nested under "function"."""
+  calls = []
+  for value in json_values(text):
+    if isinstance(value.get("function"), dict): value = value["function"]
+    calls.append((named(value.get("name"), functions), as_object(value.get("arguments", value.get("parameters")))))
+  return calls
+
+
+def tagged_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
+  """Read <function=NAME> with <parameter=KEY>text</parameter>, or JSON. is_cut: the text ends where the output ends."""
+  if not text.lstrip().startswith("<function="): return json_calls(text, functions, is_cut)
+  calls = []
+  for function in FUNCTION.finditer(text):
+    name = named(function[1], functions)
+    schema = functions[name]
+    properties = schema["properties"] if isinstance(schema.get("properties"), dict) else {}
+    parameters = [*PARAMETER.finditer(function[2])]
+    if is_cut and not function[3] and parameters and not parameters[-1][3]: raise ValueError("cut off")
+    calls.append((name, {x[1]: fit(x[2], types_of(properties.get(x[1]), schema)) for x in parameters}))
+  return calls
+
+
+def mistral_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
+  """Read a JSON list of calls, or name{...}, with [CALL_ID]id and [ARGS] before the object."""
+  head = MISTRAL.match(text)
+  if not head or not head[1]: return json_calls(text, functions, is_cut)
+  return [(named(head[1], functions), as_object(text[head.end():]))]
+
+
+def gemma_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
+  """Read name{key:<|"|>text<|"|>,other:1}; quotes may be absent."""
+  name = named(text.partition("{")[0], functions)
+  properties = functions[name].get("properties") or {}
+  arguments = json.loads(GEMMA.sub(gemma_json, text[text.index("{"):]))
+  return [(name, {key: from_gemma(x, properties.get(key), functions[name]) for key, x in arguments.items()})]
+
+
+def gemma_json(token: re.Match) -> str:
+  """Return a part of Gemma's syntax as JSON: quoted text, a key, or BARE text, whose type is not known yet."""
+  text, key, bare = token.groups()
+  return f"{json.dumps(key)}:" if key else json.dumps(text if bare is None else BARE + bare.strip())
+
+
+def from_gemma(value: object, schema: object, root: JsonObject) -> object:
+  if isinstance(value, list): return [from_gemma(x, None, root) for x in value]
+  if isinstance(value, dict): return {key: from_gemma(x, None, root) for key, x in value.items()}
+  if not isinstance(value, str) or not value.startswith(BARE): return value
+  return fit(value.removeprefix(BARE), types_of(schema, root) or {"string", "null", "boolean", "integer", "number"})
+
+
+def pythonic_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
+  """Read [name(key='text', other=1), ...], Python's syntax, also with true, false and null."""
+  python = {"true": "True", "false": "False", "null": "None"}
+  with warnings.catch_warnings(action="ignore"):   # invalid escapes, which keep their backslash
+    tree = ast.parse(PYTHON_TOKEN.sub(lambda x: python.get(x[0], x[0]), text.strip()), mode="eval").body
+  calls = []
+  for call in tree.elts if isinstance(tree, ast.List) else []:
+    if not isinstance(call, ast.Call) or call.args: raise ValueError("no call")
+    calls.append((named(ast.unparse(call.func), functions), {str(x.arg): ast.literal_eval(x.value)
+                                                             for x in call.keywords}))
+  return calls
+
+
+READERS: dict[str, Callable[[str, Functions, bool], list[Call]]] = {
+  "json": json_calls, "harmony": json_calls, "tagged": tagged_calls, "xml": tagged_calls, "mistral": mistral_calls,
+  "gemma": gemma_calls, "pythonic": pythonic_calls}
+
+
+def is_in_string(text: str) -> bool:
+  """Return whether JSON text ends within a string, which may contain a marker."""
+  return re.sub(r"\\.", "", text, flags=re.DOTALL).count('"') % 2 == 1
+
+
+def read_calls(section_format: str, text: str, functions: Functions, is_cut: bool) -> list[Event]:
+  """Return the events of the calls in a section's text; [] for other text, including calls of unknown functions."""
+  try: calls = READERS[section_format](text, functions, is_cut)
+  except (ValueError, TypeError, AttributeError, LookupError, StopIteration, SyntaxError, RecursionError, MemoryError):
+    return []
+  return [event for name, arguments in calls
+          for event in (("call", name), ("arguments", json.dumps(arguments, ensure_ascii=False)))]
+
+
+# Parameters without JSON syntax
+
+JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object",
+              type(None): "null"}
+
+
+def types_of(schema: object, root: JsonObject, depth: int = 0) -> set[str]:
+  """Return the JSON types that a schema allows, through $ref, enum, const and combinations; empty if it names none."""
+  if not isinstance(schema, dict) or depth > 9: return set()
+  values = [*(schema.get("enum") or []), *([schema["const"]] if "const" in schema else [])]
+  declared = schema.get("type") or [JSON_TYPES[type(value)] for value in values]
+  types = {x for x in (declared if isinstance(declared, list) else [declared]) if isinstance(x, str)}
+  parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or []]
+  reference = schema.get("$ref")
+  if isinstance(reference, str) and reference.startswith("#/"):
+    parts.append(functools.reduce(lambda x, key: x.get(key, {}), reference[2:].split("/"), root))
+  return types.union(*(types_of(part, root, depth + 1) for part in parts))
+
+
+def fit(text: str, types: set[str]) -> object:
+  """Return a parameter as a value of one of the types, in JSON's or Python's syntax, else as text."""
+  words = {"true": True, "false": False, "null": None, **({} if "string" in types else {"none": None})}
+  for read in (lambda x: words[x.lower()], json.loads, ast.literal_eval):
+    try: value = json.loads(json.dumps(read(text.strip()), allow_nan=False))
+    except (ValueError, TypeError, LookupError, SyntaxError, RecursionError, MemoryError): continue
+    json_type = JSON_TYPES[type(value)]
+    allowed = types & {"object", "array"} if read is ast.literal_eval else types - {"string"}
+    if json_type in allowed or json_type == "integer" and "number" in types: return value
+  return text
