@@ -20,9 +20,8 @@ from tinyvllm_extra.options import check_one_device
 from tinyvllm_extra.text.huggingface import ChatTokenizer, load_tokenizer
 
 from . import fit
-from .float_formats import READERS, UNUSED, read_stacked
-from .quantization import (T, TensorSource, dequantize, describe, find_layouts, map_rows, pad_rows, quantize,
-                           read_matrix, round_scales, split, stack, to_float32)
+from .quantization import (READERS, UNUSED, T, TensorSource, dequantize, describe, find_layouts, map_rows, pad_rows,
+                           quantize, read_matrix, read_stacked, round_scales, split, stack, to_float32)
 from .tensor_files import FLOATS, NUMBERS, StoredTensor, read_safetensors
 
 MATRICES = (".weight", ".qweight", ".weight_packed")
