@@ -87,7 +87,10 @@ inline unsigned scaled(unsigned x, unsigned bias, unsigned scale, unsigned offse
     y[i] = (_Float16)(half_of(x, i) - half_of(bias, i)) * half_of(scale, i) + half_of(offset, i);
   return pack(y[0], y[1]);
 }
-inline void copy_async(void* to, const void* from, bool is_needed = true) { if (is_needed) memcpy(to, from, 16); }
+inline void copy_async(void* to, const void* from, bool exists = true, bool is_needed = true) {
+  if (is_needed && exists) memcpy(to, from, 16);
+  else if (is_needed) memset(to, 0, 16);
+}
 inline void commit_copies() {}
 template <int PENDING> void wait_for_copies() {}
 

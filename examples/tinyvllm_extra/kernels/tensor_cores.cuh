@@ -16,10 +16,10 @@ DEVICE void mma(float* d, const u32* a, u32 b0, u32 b1) {
       "{%0, %1, %2, %3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// Copies 16 bytes to shared memory. A thread waits for its groups of copies, except the last PENDING ones
-DEVICE void copy_async(void* to, const void* from, bool is_needed = true) {
-  PTX("{.reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}"
-      :: "r"(address(to)), "l"(from), "r"((int)is_needed));
+// Copies 16 bytes, or zeros, to shared memory. A thread waits for its groups of copies, except the last PENDING ones
+DEVICE void copy_async(void* to, const void* from, bool exists = true, bool is_needed = true) {
+  PTX("{.reg .pred p; setp.ne.b32 p, %3, 0; @p cp.async.cg.shared.global [%0], [%1], 16, %2;}"
+      :: "r"(address(to)), "l"(from), "r"(exists ? 16 : 0), "r"((int)is_needed));
 }
 DEVICE void commit_copies() { PTX("cp.async.commit_group;" ::); }
 template <int PENDING> DEVICE void wait_for_copies() { PTX("cp.async.wait_group %0;" :: "n"(PENDING)); }
