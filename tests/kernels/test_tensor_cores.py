@@ -12,7 +12,7 @@ from helpers.tensor_cores import TOLERANCE, each_kind, run_on_cpu
 from tinygrad import Tensor, dtypes
 
 from tinyvllm_extra.kernels import tensor_cores
-from tinyvllm_extra.kernels.tensor_cores import BS, TILE, add_query_tiles
+from tinyvllm_extra.kernels.tensor_cores import BS, add_query_tiles, tile_size
 
 
 @pytest.fixture
@@ -49,12 +49,14 @@ def test_rope_kernel_equals_numpy(T, kind, sources):
   assert [x.shape[1:] for x in blocks] == [shape for shape, _ in parts(KV, G, D, kind)[:2]]
 
 
-@pytest.mark.parametrize("sizes", [(0, 3), (1, 134, 0, 128, 129, 3), (256, 0, 2), (64,)])   # of each slot; padding
+@pytest.mark.parametrize("sizes", [   # tokens of each slot, then padding
+  (0, 3), (1, 70, 0, 64, 65, 3), (1, 134, 0, 128, 700, 3), (640, 0, 2)])
 def test_query_tiles_are_consecutive_tokens_of_a_sequence(sizes):
   slots = np.repeat(np.arange(len(sizes)), sizes)
   starts = np.cumsum([0, *sizes[:-2]])
-  expected = [(start + i) * TILE + min(TILE, n - i) - 1
-              for start, n in zip(starts, sizes[:-1], strict=False) for i in range(0, n, TILE)]
+  size = tile_size(len(slots))
+  expected = [(start + i) * size + min(size, n - i) - 1
+              for start, n in zip(starts, sizes[:-1], strict=False) for i in range(0, n, size)]
   tokens = Tensor(token_rows(0 * slots, slots, slots))
   tiles = add_query_tiles(tokens, Tensor.zeros(len(sizes), 1)).numpy()
   assert tiles[-2].tolist() == expected + [-1] * (len(slots) - len(expected))
@@ -67,4 +69,3 @@ def test_tensor_cores_selected_only_for_supported_block_and_head_sizes(sources):
   assert uses(8, 4, 128) and uses(2, 16, 32)
   assert not any([uses(8, 4, 128, block_size=32), uses(8, 4, 80), uses(1, 17, 64), uses(1, 1, 256),
                   uses(8, 4, 128, dtype=dtypes.float32)])
-  assert TILE % 16 == 0

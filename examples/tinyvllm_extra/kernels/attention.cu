@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) NAME(ARGUMENTS) {
   extern __shared__ __align__(128) char memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, column = lane % 4;
   // A query tile is TILE * first token + number of further tokens
-  const int tile = IS_PREFILL ? tokens[NUM_WORDS * T + gridDim.y - 1 - blockIdx.y] : blockIdx.y * TILE;
+  const int tile = IS_PREFILL ? tokens[NUM_WORDS * T + gridDim.y - 1 - blockIdx.y] : blockIdx.y;
   if (tile < 0) return;
   const int first = tile / TILE, size = tile % TILE + 1, head = blockIdx.x / (IS_PREFILL ? G : 1);
   const bool is_shared = size <= 16 * M;   // the warps share the context

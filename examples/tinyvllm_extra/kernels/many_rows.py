@@ -12,7 +12,7 @@ from tinyvllm_extra.models.quantized import NumberFormat
 from . import cuda_source, shards
 from .buffers import new, new_tensor
 from .cuda_source import Launch
-from .schedule import kernel_of
+from .schedule import axes, kernel_of
 
 if TYPE_CHECKING: from .matmul import FastLinear
 
@@ -126,10 +126,10 @@ def new_flags(devices: str | tuple[str, ...]) -> Tensor | None:
 def pack_kernel(out: UOp, x: UOp, tokens: UOp) -> UOp:
   """Copy x, (T, K), to the order that wgmma.cu reads, (tiles, K / 64, rows, 64)."""
   (T, K), rows = x.max_shape, out.max_shape[2]
-  lane = UOp.range(T * K // 512, 0, AxisType.GLOBAL) * 64 + UOp.range(64, 1, AxisType.LOCAL)
-  at = lane * 8 + UOp.range(8, 2, AxisType.UPCAST)
-  t, k = at // K, at % K
-  chunk = (k % 64 // 32 * 4 + k % 8 // 2) ^ t % 8   # of 8 inputs
-  to = ((t // rows * (K // 64) + k // 64) * rows + t % rows) * 64 + chunk * 8 + k % 32 // 8 * 2 + k % 2
+  first = (UOp.range(T * K // 2048, 0, AxisType.GLOBAL) * 64 + UOp.range(64, 1, AxisType.LOCAL)) * 32   # of 32 inputs
+  c, i, p = axes(2, 4, 4, 2, axis_type=AxisType.UPCAST)   # four chunks i of 8 inputs, see wgmma.cu
+  t, k = first // K, first % K
+  at = first + c * 8 + i * 2 + p
+  to = ((t // rows * (K // 64) + k // 64) * rows + t % rows) * 64 + ((k % 64 // 8 + i) ^ t % 8) * 8 + c * 2 + p
   exists = t < tokens[COUNT, 0].load().cast(dtypes.weakint)
   return kernel_of("pack", out.base.index(to.valid(exists)).store(x.base.index(at.valid(exists)).load()), ())

@@ -20,7 +20,6 @@ from .schedule import ScoreOptions, axes, axis, kernel_of, largest, mean
 
 BS = 16   # positions in a block
 MAX_DECODE = 64   # tokens of a step for which a work group has all query heads of a token
-TILE = 128   # tokens in a query tile
 STAGE = 4    # blocks that a work group copies together
 MIN_WORK_GROUPS = 128   # to keep a GPU busy
 SHARED_BYTES = 2**15    # limit for a work group's results in shared memory, if each has a token
@@ -42,6 +41,10 @@ def kv_layout(model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple
   return [((heads, D // 32, BS, 32 // n), element), ((heads, D // n, BS), element), *layout[2:]]
 
 
+# Tokens in a query tile of a step of T tokens
+def tile_size(T: int) -> int: return 64 if T <= 512 else 128
+
+
 def is_own_layout(cache: list[Tensor]) -> bool: return cache[0].ndim == 5
 
 
@@ -57,17 +60,18 @@ def attend(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block
 
 def add_query_tiles(tokens: Tensor, block_tables: Tensor) -> Tensor:
   """Return tokens with two more columns. Row n of the first one, which a prefill_kernel reads, describes query tile n,
-  up to TILE consecutive tokens of a sequence: TILE * first token + number of further tokens, or -1 for no tile. Each
+  up to `size` consecutive tokens of a sequence: size * first token + number of further tokens, or -1 for no tile. Each
   row of the second one, many_rows.COUNT, is the number of tokens without padding."""
+  size = tile_size(int(tokens.shape[1]))
   slot = TOKENS.read(tokens)["slot"]                                    # (T,)
   t = Tensor.arange(slot.shape[0], dtype=dtypes.int32)
   is_earlier = t < t.unsqueeze(1)                                       # (T, T)
   is_same = slot == slot.unsqueeze(1)
   def count(x: Tensor) -> Tensor: return x.sum(1, dtype=dtypes.int32).contiguous()
   exists = slot < int(block_tables.shape[0]) - 1                        # padding has the last slot
-  begins = ((count(is_same & is_earlier) % TILE == 0) & exists).contiguous()
+  begins = ((count(is_same & is_earlier) % size == 0) & exists).contiguous()
   number = count(is_earlier & begins)                                   # tiles that begin earlier
-  tile = t * TILE + (count(is_same & is_earlier.logical_not()) - 1).minimum(TILE - 1)
+  tile = t * size + (count(is_same & is_earlier.logical_not()) - 1).minimum(size - 1)
   tiles = count(((number == t.unsqueeze(1)) & begins).where(tile + 1, 0)) - 1
   num_tokens = exists.sum(dtype=dtypes.int32).expand(1, t.shape[0])
   return tokens[:TOKENS.num_words].cat(tiles.unsqueeze(0), num_tokens).contiguous()
@@ -96,16 +100,16 @@ def launch_attention(operands: dict[str, UOp], options: ScoreOptions, splits: in
   (T, KV, G, D), (slots, max_blocks) = operands["q"].max_shape, operands["table"].max_shape
   is_prefill, is_bytes = T > MAX_DECODE, operands["keys"].dtype != dtypes.half
   warps = min(4 if T * KV > 256 else 16, 1 << (SHARED_BYTES // (G * D * 4)).bit_length() - 1)
-  warps, rows = (4, TILE // 4) if is_prefill else (warps, G)   # rows of a warp
+  tile, warps, rows = (tile_size(T), 4, tile_size(T) // 4) if is_prefill else (1, warps, G)   # rows of a warp
   columns = [*TOKENS.formats]
   definitions: dict[str, object] = {
     "TYPE": f'"{cuda_source.TYPES[operands["q"].dtype]}"', "T": T, "KV": KV, "G": G, "D": D, "WARPS": warps,
-    "M": max(1, rows // 16), "SPLITS": splits, "IS_PREFILL": int(is_prefill), "IS_BYTES": int(is_bytes), "TILE": TILE,
+    "M": max(1, rows // 16), "SPLITS": splits, "IS_PREFILL": int(is_prefill), "IS_BYTES": int(is_bytes), "TILE": tile,
     "STAGE": STAGE, "NUM_WORDS": len(columns), "SLOT": columns.index("slot"), "POSITION": columns.index("position"),
     "MAX_BLOCKS": max_blocks, "WINDOW": options.window, "CAP": f"{options.cap:f}f", "UNIT": f"{options.factor(D):.9f}f"}
   buffers = 2 * STAGE * 2 * BS * D * operands["keys"].dtype.itemsize // (4 if is_bytes else 1)
   shared_bytes = max(warps * rows * (D + 1) * 4, buffers if is_prefill else 0)
-  groups = (KV * G, min(T, T // TILE + slots - 1), 1) if is_prefill else (KV, T, splits)
+  groups = (KV * G, min(T, T // tile + slots - 1), 1) if is_prefill else (KV, T, splits)
   return Launch(f"attend_{T}", "attention.cu", definitions, groups, 32 * warps, shared_bytes)
 
 
