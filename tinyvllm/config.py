@@ -25,7 +25,8 @@ def check(ok: object, message: str, value: object = None) -> None:
 
 
 def check_ids(name: str, ids: list[int] | None, size: int) -> None:
-  for i in ids or (): check(type(i) is int and 0 <= i < size, f"{name}: id {i!r} must be an int from 0 to {size - 1}")
+  for i in [i for i in ids or () if type(i) is not int or not 0 <= i < size]:
+    raise InputError(f"{name}: id {i!r} must be an int from 0 to {size - 1}")
 
 
 def read_json(path: pathlib.Path) -> JsonObject: return json.loads(path.read_text()) if path.exists() else {}
@@ -58,16 +59,15 @@ class Options:
     return super().__new__(cls)
 
   def __post_init__(self) -> None:
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
+    changed = [(x, getattr(self, x.name)) for x in dataclasses.fields(self) if getattr(self, x.name) is not x.default]
+    for field, value in changed:
       text = f"{field.name}={value!r} must"
       check(has_type(value, field.type), f"{text} be of type {getattr(field.type, '__name__', field.type)}", value)
       check(not isinstance(value, list) or "" not in value, f"{text} not hold an empty string", value)
       choices, low, high = (field.metadata.get(limit) for limit in ("choices", "min", "max"))
       check(not choices or value in (*choices, None), f"{text} be one of {', '.join(choices or ())}", value)
       numbers = [*value.values()] if isinstance(value, dict) else [value] if isinstance(value, int | float) else []
-      is_within = low is None or high is None or all(low <= x <= high for x in numbers)
-      check(is_within, f"{text} be between {low} and {high}", value)
+      check(None in (low, high) or all(low <= x <= high for x in numbers), f"{text} be between {low} and {high}", value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
