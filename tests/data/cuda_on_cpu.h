@@ -61,10 +61,12 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned order) {
   return result;
 }
 
-inline float half_of(unsigned pair, int i) { return (float)__builtin_bit_cast(_Float16, (unsigned short)(pair >> 16 * i)); }
+template <bool> struct Number { typedef _Float16 type; };
+template <> struct Number<true> { typedef __bf16 type; };
+typedef Number<TYPE[0] == 'b'>::type half;   // TYPE: "f16" or "bf16"
+inline float half_of(unsigned pair, int i) { return (float)__builtin_bit_cast(half, (unsigned short)(pair >> 16 * i)); }
 inline unsigned pack(float low, float high) {
-  return __builtin_bit_cast(unsigned short, (_Float16)low) |
-         (unsigned)__builtin_bit_cast(unsigned short, (_Float16)high) << 16;
+  return __builtin_bit_cast(unsigned short, (half)low) | (unsigned)__builtin_bit_cast(unsigned short, (half)high) << 16;
 }
 struct Fragments { unsigned a[4], b[2]; };
 inline void mma(float* d, const unsigned* a, unsigned b0, unsigned b1) {
@@ -84,7 +86,7 @@ inline unsigned transposed(unsigned x) {
 inline unsigned scaled(unsigned x, unsigned bias, unsigned scale, unsigned offset) {
   float y[2];
   for (int i = 0; i < 2; i++)
-    y[i] = (_Float16)(half_of(x, i) - half_of(bias, i)) * half_of(scale, i) + half_of(offset, i);
+    y[i] = (half)(half_of(x, i) - half_of(bias, i)) * half_of(scale, i) + half_of(offset, i);
   return pack(y[0], y[1]);
 }
 inline void copy_async(void* to, const void* from, bool exists = true, bool is_needed = true) {

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 
 import numpy as np
-from tinygrad import Tensor, UOp
+from tinygrad import Tensor, UOp, dtypes
 
 from tinyvllm_extra.kernels import cuda_source
 
@@ -34,7 +34,8 @@ def compiled(source: str) -> ctypes.CDLL:
          "  pointers = given; gridDim = groups; launch(call, threads); }")
   with tempfile.TemporaryDirectory() as folder:
     file = pathlib.Path(folder, "kernel.cpp")
-    file.write_text(f'#include "{HEADER}"\n{source}\n{run}\n')
+    number, = re.findall(r"^#define TYPE .*$", source, re.M)
+    file.write_text(f'{number}\n#include "{HEADER}"\n{source}\n{run}\n')
     library = file.with_suffix(".so")
     options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-nostdlib++"]
     subprocess.run([COMPILER, *options, file, "-o", library, "-lm"], check=True)
@@ -46,9 +47,13 @@ def run(make: Callable[[dict[str, UOp]], cuda_source.Launch], **tensors: Tensor 
   given = {name: x for name, x in tensors.items() if x is not None}
   operands = {name: UOp.placeholder(x.max_shape, x.dtype, i) for i, (name, x) in enumerate(given.items())}
   program = cuda_source.program_of(make, operands)
-  arrays = [np.ascontiguousarray(x.numpy()) for x in given.values()]
+  # numpy has no bfloat16
+  is_bf16 = [x.dtype == dtypes.bfloat16 for x in given.values()]
+  words = [x.bitcast(dtypes.uint16) if bf16 else x for x, bf16 in zip(given.values(), is_bf16, strict=True)]
+  arrays = [np.ascontiguousarray(x.numpy()) for x in words]
   pointers = (ctypes.c_void_p * len(arrays))(*[x.ctypes.data for x in arrays])
   groups = (ctypes.c_uint * 3)(*program.arg.global_size)
   class Index(ctypes.Structure): _fields_ = [(name, ctypes.c_uint) for name in "xyz"]
   compiled(program.src[2].arg).run(pointers, Index(*groups), ctypes.c_int(program.arg.local_size[0]))
-  return [Tensor(x) for x in arrays]
+  outputs = [Tensor(x) for x in arrays]
+  return [x.bitcast(dtypes.bfloat16) if bf16 else x for x, bf16 in zip(outputs, is_bf16, strict=True)]

@@ -117,6 +117,14 @@ def test_many_rows_kernel_equals_numpy(use_many_rows, rows, inputs, outputs, bia
   check_many_rows(*make_layer("float16", inputs, outputs, bias, layer_class), rows)
 
 
+def test_many_rows_kernel_in_bfloat16_equals_numpy(use_many_rows):
+  x, weight = normal(64, 96), normal(128, 96, seed=1) / 4
+  layer = FastLinear(96, {"w": 128}, False, dtypes.bfloat16)
+  layer.weight = on_device(reorder(weight, layer.weight.shape)).cast(dtypes.bfloat16).realize()
+  output = layer(on_device(x).cast(dtypes.bfloat16)).float()
+  close(output, x @ weight.T, 2e-2)
+
+
 @pytest.mark.parametrize(("rows", "min_work_groups", "parts"), [
   (128, 3, 2), (64, 5, 2), (64, 16, 4), (32, 8, 2), (32, 32, 8)])
 def test_many_rows_kernel_split_k_equals_numpy(use_many_rows, monkeypatch, rows, min_work_groups, parts):

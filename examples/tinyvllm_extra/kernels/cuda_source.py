@@ -1,4 +1,4 @@
-"""CUDA sources as kernels of tinygrad, where they are clearer than UOps."""
+"""Makes kernels of tinygrad from CUDA sources."""
 import functools, pathlib
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 from tinyvllm.backend import renderer
 
 TYPES = {dtypes.half: "f16", dtypes.bfloat16: "bf16"}   # PTX's names
-ARGUMENTS = {   # types of operands by name; a source reads HAS_... of those that a kernel may lack
+ARGUMENTS = {   # types of operands by name; HAS_... tells a source whether a kernel has the operand
   "out": "char*", "weight": "const char*", "x": "const char*", "partial": "float*", "flags": "u32*",
   "q": "const char*", "keys": "const char*", "values": "const char*", "scales": "const float*", "table": "const int*",
   "logs": "float*", "sinks": "const float*", "tokens": "const int*",
@@ -23,7 +23,7 @@ def speaks_cuda() -> bool:
 
 
 class Launch(NamedTuple):
-  """How to run a source. definitions: its macros."""
+  """A source's macros and the sizes of its launch."""
   name: str
   file: str   # is read after tensor_cores.cuh
   definitions: dict[str, object]
@@ -37,8 +37,7 @@ def read(file: str) -> str: return pathlib.Path(__file__).with_name(file).read_t
 
 
 def run(make: Callable[[dict[str, UOp]], Launch], **tensors: Tensor | None) -> list[Tensor]:
-  """Return the tensors after a kernel. make: called with the operands of one device. tensors: by
-  names of ARGUMENTS."""
+  """Return the tensors after a kernel. make: called with the operands of one device. tensors: by names of ARGUMENTS."""
   operands = {name: x for name, x in tensors.items() if x is not None}
   def program(*uops: UOp) -> UOp: return program_of(make, dict(zip(operands, uops, strict=True)))
   return Tensor.custom_kernel(*operands.values(), fxn=program)

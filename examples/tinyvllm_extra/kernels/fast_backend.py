@@ -30,7 +30,7 @@ class FastBackend(MixtureBackend):
 
   def run_layers(self, layers: list, x: Tensor, delta: Tensor, caches: list[list[Tensor]], *inputs: Any) -> tuple:
     ropes, tokens, block_tables = inputs
-    if x.shape[0] > tensor_cores.MAX_DECODE and any(map(tensor_cores.is_own_layout, caches)):
+    if x.shape[0] > tensor_cores.MAX_DECODE and cuda_source.speaks_cuda():
       tokens = tensor_cores.add_query_tiles(tokens, block_tables)
     reset = many_rows.current.set(tokens)
     try: return layer_calls.run_layers(layers, x, delta, caches, ropes, tokens, block_tables)

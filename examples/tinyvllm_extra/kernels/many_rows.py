@@ -27,7 +27,7 @@ current: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("current
 
 
 def current_tokens(rows: int) -> Tensor | None:
-  """Return the step's tokens with their number, if the step has so many rows."""
+  """Return the step's tokens with their number, if the step has `rows` tokens."""
   tokens = current.get()
   return tokens if tokens is not None and tokens.shape == (COUNT + 1, rows) else None
 
