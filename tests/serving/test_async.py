@@ -100,13 +100,39 @@ async def until(condition):
     while not condition(): await asyncio.sleep(0)
 
 
-def test_short_steps_deliver_first_and_last_outputs_at_once(llm, monkeypatch):
+@pytest.fixture
+def pause(llm, monkeypatch):
+  """Let no output be due before the end of a request, except the first one."""
   monkeypatch.setattr(llm._driver, "delivery_time", 0.0)
   monkeypatch.setattr(llm._driver, "write_seconds", 1000)
-  async def num_tokens():
-    request = llm.llm.make_request("id", "the cat", argmax(6, ignore_eos=True))
-    return [[len(output.outputs[0].token_ids) for _, output in outputs] async for outputs in llm.stream([request])]
-  assert finish(num_tokens()) == [[1], [1, 1, 1, 1, 1]]
+
+
+async def num_tokens(llm):
+  """Yield the number of tokens of each output of a request for six tokens."""
+  request = llm.llm.make_request("id", "the cat", argmax(6, ignore_eos=True))
+  async for outputs in llm.stream([request]):
+    for _, output in outputs: yield len(output.outputs[0].token_ids)
+
+
+@pytest.mark.usefixtures("pause")
+def test_short_steps_deliver_first_and_last_outputs_at_once(llm):
+  async def run(): return [n async for n in num_tokens(llm)]
+  assert finish(run()) == [1, 5]
+
+
+@pytest.mark.usefixtures("pause")
+def test_failed_step_delivers_tokens_of_earlier_steps_first(llm, monkeypatch):
+  launch, steps, received = llm.llm.runner.launch, iter(range(4)), []
+
+  def faulty(step):
+    if next(steps) == 3: raise RuntimeError("boom")
+    return launch(step)
+  monkeypatch.setattr(llm.llm.runner, "launch", faulty)
+
+  async def run():
+    async for n in num_tokens(llm): received.append(n)
+  with pytest.raises(StepError, match="boom"): finish(run())
+  assert received == [1, 2]
 
 
 @pytest.mark.parametrize("fields", CASES["joined"], ids=str)

@@ -40,6 +40,9 @@ def test_metrics_count_finish_reasons_per_choice_and_times_per_prompt(server, st
     "request_success_total{finished_reason=length}": 6, "request_params_n_sum": 6, "request_params_max_tokens_sum": 8,
     "generation_tokens_total": 24, "request_generation_tokens_sum": 24}.items()
   assert increase["prompt_tokens_total"] == increase["request_prompt_tokens_sum"] > 0
+  assert increase["inter_token_latency_seconds_count"] == 24 - 2, "a prompt's first token has no interval"
+  assert increase["inter_token_latency_seconds_bucket{le=+Inf}"] == 24 - 2
+  assert 0 < increase["inter_token_latency_seconds_sum"] <= 3 * latency   # of three samples each
 
 
 def test_iteration_tokens_histogram_counts_tokens_of_each_step(server):

@@ -144,8 +144,6 @@ class Server(uvicorn.Server):
     error: JsonObject = {"model": ErrorResponse}
     app = fastapi.FastAPI(title="tinyvllm", version=__version__, exception_handlers=EXCEPTION_HANDLERS, docs_url=None,
                           redoc_url=None, responses={"4XX": error, "5XX": error})
-    app.get("/", response_class=HTMLResponse)(chat_page)
-    app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
     serving = self.serving
     pooling = Pooling(serving)
     reads: Routes = {"/health": self.health, "/ping": self.health, "/load": serving.load, "/version": self.version,
@@ -160,6 +158,8 @@ class Server(uvicorn.Server):
     anthropic: dict[int | str, JsonObject] = dict.fromkeys(["4XX", "5XX"], {"model": AnthropicErrorResponse})
     events: dict[int | str, JsonObject] = {200: {"content": {EVENT_STREAM: {}}}}
     for path, route in streams.items(): app.post(path, responses=events)(route)   # first, as most requests are for them
+    app.get("/", response_class=HTMLResponse)(chat_page)
+    app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
     for path, route in reads.items(): app.get(path)(route)
     app.head("/health", include_in_schema=False)(self.health)
     for path, route in (posts | aliases).items(): app.post(path, include_in_schema=path in posts)(route)

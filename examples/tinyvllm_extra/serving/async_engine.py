@@ -38,10 +38,10 @@ class Driver:
     self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     self.has_ended = False   # True: the thread runs no more calls
     self.readers: dict[Request, Reader] = {}   # by unfinished request
-    self.deltas = collections.defaultdict[Request, list[Delta]](list)   # not delivered yet
-    self.delivery_time = 0.0   # when all deltas are due
+    self.due: dict[Request, None] = {}   # have new output, not delivered yet
+    self.delivery_time = 0.0   # of the outputs of all requests in `due`
     # Minimum time between two deliveries, per request. On a CPU, writing to sockets takes cores from steps
-    self.write_seconds = 0.0 if llm.runner.is_async else 0.0005
+    self.write_seconds = 0.0 if llm.runner.is_async else 0.001
 
   def run(self) -> None:
     """Loop: empty the inbox, run a step. Without requests, wait for the inbox; if idle, capture optional graphs."""
@@ -78,28 +78,31 @@ class Driver:
 
   def add(self, request: Request, reader: Reader) -> None:
     self.readers[request] = reader
-    if self.has_ended: return self.deliver_last(request, StepError("the engine was shut down"))
+    if self.has_ended: return self.deliver([request], StepError("the engine was shut down"))
     try: self.llm.add(request)
-    except Exception as error: self.deliver_last(request, error)
+    except Exception as error: self.deliver([request], error)
 
   def end(self, request: Request | None, error: Exception | None = None) -> None:
     """Abort a request, unless it has finished, and deliver its last output or the error."""
     if request is None or request not in self.readers: return
     # RuntimeError: another thread is using the engine
     with contextlib.suppress(RuntimeError): self.llm.abort_request(request.request_id)
-    self.deliver_last(request, error or self.new_output(request))
+    self.deliver([request], error)
 
   def step(self) -> None:
-    """Run a step. Deliver first and last outputs at once, and others from `delivery_time` on."""
+    """Run a step. Deliver first and last outputs at once, others at `delivery_time`: one output for several steps."""
     try: changed = [request for request in self.llm.advance() if request in self.readers]
     except BaseException as error: return self.fail(error)
     urgent = []
     for request in changed:
       num_delivered = sum(stream.delivered.num_tokens - stream.seq.num_prompt for stream in request.streams)
       is_due = not num_delivered or request.metrics.num_generated >= num_delivered + self.interval
-      if is_due or request.finished: self.deltas[request].append(self.new_output(request))
+      if is_due or request.finished: self.due[request] = None
       if not num_delivered or request.finished: urgent.append(request)
-    self.deliver(urgent if time.monotonic() < self.delivery_time else [*self.deltas])
+    now = time.monotonic()
+    if now < self.delivery_time: return self.deliver(urgent)
+    if self.due: self.delivery_time = now + self.write_seconds * min(32, len(self.readers))
+    self.deliver([*self.due])
 
   def new_output(self, request: Request) -> Delta:
     """Return a request's new output. If it cannot be built, end the request and return the error."""
@@ -116,19 +119,16 @@ class Driver:
     for request in started or [*self.readers]:   # the next step delivers requests that have finished
       if not request.finished: self.end(request, StepError(f"a step failed: {error}"))
 
-  def deliver_last(self, request: Request, delta: Delta) -> None:
-    self.deltas[request].append(delta)
-    self.deliver([request])
-
-  def deliver(self, requests: list[Request]) -> None:
-    """Pass the requests' deltas to their readers, with one call per event loop. Closed loops are skipped. On a CPU,
-    wait until the readers have run: they and the next step would delay each other."""
-    pause = self.write_seconds * min(32, len(requests))
-    self.delivery_time = max(self.delivery_time, time.monotonic() + pause)
+  def deliver(self, requests: list[Request], error: Exception | None = None) -> None:
+    """Pass the requests' new output, and the error that ended them, to their readers, with one call per event loop.
+    Closed loops are skipped. On a CPU, wait until the readers have run: they and the next step would delay each
+    other."""
     have_run = threading.Event()
     calls = collections.defaultdict[Any, list[Callable[[], None]]](list)   # by loop
     for request in requests:
-      deltas = self.deltas.pop(request)
+      deltas = [self.new_output(request)] if request in self.due or not error else []
+      if error: deltas.append(error)
+      self.due.pop(request, None)
       last = isinstance(deltas[-1], Exception) or deltas[-1].finished
       reader = self.readers.pop(request) if last else self.readers[request]
       calls[reader.loop].append(functools.partial(reader.receive, request, deltas, last))
@@ -136,7 +136,7 @@ class Driver:
       batch.append(functools.partial(loop.call_soon, have_run.set))   # runs after the readers
       with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(lambda batch=batch: [call() for call in batch])
-        have_run.wait(pause)
+        have_run.wait(self.write_seconds * min(32, len(requests)))
 
 
 @dataclass(frozen=True)

@@ -105,13 +105,9 @@ class Serving:
   async def answer(self, body: B, builder_class: Callable[[B, Job], Builder]) -> Response:
     """Run the requests of a body. Return the builder's response, or a stream of its events."""
     self.check_model(body.model or None)
-    params, prompts = await asyncio.to_thread(self.prepare, body)
-    num_new = len(prompts) * params.n
-    self.check_queue(num_new, params.n)
     job_id = uuid.uuid4().hex
-    requests = await asyncio.to_thread(lambda: [
-      self.engine.make_request(f"{job_id}-{i}", x, params, body.priority or 0) for i, x in enumerate(prompts)])
-    self.check_queue(num_new, params.n)   # again: other requests may have arrived in the meantime
+    params, requests = await asyncio.to_thread(self.prepare, body, job_id)
+    self.check_queue(len(requests), params.n)   # again: other requests may have arrived in the meantime
     job = Job(job_id, self.names[0], params, self.engine.tokenizer, self.output_format, requests)
     builder = builder_class(body, job)
     steps = self.steps(requests)
@@ -121,23 +117,28 @@ class Serving:
     has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None   # decoding their tokens is slow
     return JSONResponse(await asyncio.to_thread(builder.response) if has_logprobs else builder.response())
 
-  def prepare(self, body: GenerationRequest) -> tuple[SamplingParams, list[JsonObject]]:
-    """Return a body's parameters and prompts. May take long."""
+  def prepare(self, body: GenerationRequest, job_id: str) -> tuple[SamplingParams, list[Request]]:
+    """Return a body's parameters and requests. May take long: call it in another thread."""
     prompts = protocol.encode_prompts(body, self.engine, self.trusts_template)
     ids = prompts[0].get("prompt_token_ids", [])
     escapes = protocol.escapes_of(body, ids, self.output_format, self.engine.tokenizer)
     defaults = self.chat_defaults if isinstance(body, ChatCompletionRequest) else self.engine.sampling_defaults
-    return protocol.sampling_params(body, defaults, escapes), prompts
+    params = protocol.sampling_params(body, defaults, escapes)
+    self.check_queue(len(prompts), params.n)
+    return params, [self.engine.make_request(f"{job_id}-{i}", x, params, body.priority or 0)
+                    for i, x in enumerate(prompts)]
 
   def check_model(self, name: str | None) -> None:
     if name not in (None, *self.names): raise Refusal(404, f"The model `{name}` does not exist.", "model")
 
-  def check_queue(self, num_new: int, n: int) -> None:
-    """Raise Refusal if `num_new` sequences do not fit into the queue now, InputError if they can never fit."""
+  def check_queue(self, num_prompts: int, n: int) -> None:
+    """Raise Refusal if `n` samples of each prompt do not fit into the queue now, InputError if they can never fit. Any
+    thread may call this."""
+    num_new = num_prompts * n
     limit = self.options.max_queue + self.engine.config.max_num_seqs
     name = f"n={n}" if n > 1 else "prompt"
     check(num_new <= limit, f"{name}: {num_new} sequences, but --max-queue and --max-num-seqs allow {limit}")
-    num_unfinished = sum(not seq.finish_reason for request in self.requests for seq in request.sequences)
+    num_unfinished = sum(not seq.finish_reason for request in [*self.requests] for seq in request.sequences)
     if num_unfinished + num_new > limit:
       raise Refusal(429, f"queue full: --max-queue and --max-num-seqs allow {limit} sequences: retry later")
 

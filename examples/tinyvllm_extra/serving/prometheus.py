@@ -1,6 +1,6 @@
 """Server metrics under vLLM's names: a Prometheus registry and a periodic log line. Engine totals are read at each
 scrape; request times are observed as tokens arrive."""
-import asyncio, itertools, math, pathlib, time
+import asyncio, bisect, itertools, math, pathlib, time
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, core
@@ -26,8 +26,7 @@ VALUES: dict[str, Callable[[Request], float]] = {
   "request_params_n": lambda x: len(x.sequences),
   "request_params_max_tokens": lambda x: x.sequences[0].params.max_tokens}
 ACCEPTED = "spec_decode_num_accepted_tokens_per_pos"
-TOKEN_INTERVAL = "inter_token_latency_seconds"
-SECONDS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2.5, 5)]   # buckets
+SECONDS = [*(digit * 10.0**power for power in range(-3, 4) for digit in (1, 2.5, 5)), math.inf]   # buckets
 TOKENS = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
 
 
@@ -37,6 +36,8 @@ class Metrics(Collector):
     self.model_name = model_name
     self.engine_metrics = engine_metrics
     self.last_tokens: dict[Request, tuple[float, int]] = {}   # time of the last token, number of tokens
+    self.intervals = dict.fromkeys(SECONDS, 0)   # number of tokens by time since the one before
+    self.interval_sum = 0.0
     self.registry = CollectorRegistry()
     self.histograms = {name: Histogram(f"tinyvllm:{name}", text, ["model_name"], registry=self.registry,
                                        buckets=SECONDS if name.endswith("seconds") else TOKENS).labels(model_name)
@@ -55,16 +56,21 @@ class Metrics(Collector):
       for suffix, labels, value in samples:
         metric.add_sample(f"{metric.name}{suffix}", {"model_name": self.model_name, **labels}, value)
       return metric
+
+    # counts: number of observations in each bucket, by its upper limit. total: the sum of all observations
+    def histogram(name: str, text: str, counts: dict[float, int], total: float) -> core.Metric:
+      at_most = [*itertools.accumulate(counts.values())]
+      buckets = [("_bucket", {"le": floatToGoString(limit)}, n) for limit, n in zip(counts, at_most, strict=True)]
+      return family(name, "histogram", text, [*buckets, ("_count", {}, at_most[-1]), ("_sum", {}, total)])
     for kind, suffix in (("counter", "_total"), ("gauge", "")):
       for name, text in TEXTS[f"{kind}s"].items(): yield family(name, kind, text, [(suffix, {}, metrics.get(name, 0))])
     accepted = enumerate(metrics.get(ACCEPTED, []))
     yield family(ACCEPTED, "counter", "Draft tokens accepted, by position in the draft",
                  [("_total", {"position": str(position)}, count) for position, count in accepted])
     sizes = metrics.get("step_sizes", {math.inf: 0})
-    counts = [*itertools.accumulate(sizes.values())]
-    buckets = [("_bucket", {"le": floatToGoString(size)}, n) for size, n in zip(sizes, counts, strict=True)]
-    yield family("iteration_tokens_total", "histogram", "Tokens per step",
-                 [*buckets, ("_count", {}, counts[-1]), ("_sum", {}, metrics["step_tokens"])])
+    yield histogram("iteration_tokens_total", "Tokens per step", sizes, metrics["step_tokens"])
+    yield histogram("inter_token_latency_seconds", "Seconds between output tokens", self.intervals,
+                    self.interval_sum)
     config = {name: str(value) for name, value in metrics.get("cache_config", {}).items()}
     yield family("cache_config_info", "gauge", "Options of the KV cache", [("", config, 1)] if config else [])
 
@@ -74,8 +80,11 @@ class Metrics(Collector):
     count = request.metrics.num_generated
     last_time, last_count = self.last_tokens.get(request, (now, 0))
     self.last_tokens[request] = now, count
-    for _ in range(max(1, last_count), count):
-      self.histograms[TOKEN_INTERVAL].observe((now - last_time) / (count - last_count))
+    num_intervals = count - max(1, last_count)
+    if num_intervals <= 0: return
+    interval = (now - last_time) / (count - last_count)
+    self.intervals[SECONDS[bisect.bisect_left(SECONDS, interval)]] += num_intervals
+    self.interval_sum += num_intervals * interval
 
   def observe_end(self, request: Request) -> None:
     """Observe the times and token counts of a request that has ended for any reason."""
