@@ -6,7 +6,7 @@ from helpers import cuda_on_cpu
 from tinygrad import Device, UOp, dtypes
 
 from tinyvllm.backend import cpu_cores
-from tinyvllm_extra.kernels import cuda_source, generic, tensor_cores
+from tinyvllm_extra.kernels import cuda_source, generic, kv_cache, tensor_cores
 from tinyvllm_extra.kernels.matmul import MMA
 from tinyvllm_extra.kernels.schedule import kernel_of
 
@@ -29,5 +29,6 @@ def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(cuda_source, "speaks_cuda", lambda: True)
   monkeypatch.setattr(tensor_cores, "MIN_WORK_GROUPS", 3)
   core = SimpleNamespace(dims=MMA, dtype_in=dtypes.half)
-  monkeypatch.setattr(tensor_cores, "renderer", lambda: SimpleNamespace(tensor_cores=[core]))
+  nvidia = SimpleNamespace(tensor_cores=[core], supported_dtypes=lambda: {dtypes.half})
+  for module in (tensor_cores, kv_cache): monkeypatch.setattr(module, "renderer", lambda: nvidia)
   if cpu_cores(): monkeypatch.setattr(tensor_cores, "rope_kernel", rope_kernel)
