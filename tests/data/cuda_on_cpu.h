@@ -73,7 +73,8 @@ inline void mma(float* d, const unsigned* a, unsigned b0, unsigned b1) {
   const auto all = exchange(Fragments{{a[0], a[1], a[2], a[3]}, {b0, b1}});
   for (int e = 0; e < 4; e++)
     for (int k = 0; k < 16; k++) {
-      const Fragments &x = all.at[current % 32 / 4 * 4 + k % 8 / 2], &y = all.at[(current % 4 * 2 + e % 2) * 4 + k % 8 / 2];
+      const int column = current % 4 * 2 + e % 2;
+      const Fragments &x = all.at[current % 32 / 4 * 4 + k % 8 / 2], &y = all.at[column * 4 + k % 8 / 2];
       d[e] += half_of(x.a[e / 2 + k / 8 * 2], k % 2) * half_of(y.b[k / 8], k % 2);
     }
 }
@@ -95,6 +96,50 @@ inline void copy_async(void* to, const void* from, bool exists = true, bool is_n
 }
 inline void commit_copies() {}
 template <int PENDING> void wait_for_copies() {}
+
+// Of wgmma.cu. A barrier is known by its address, an offset in `memory`. Blocks run one after the other, so that those
+// which a block waits for have published their sums
+struct Phase { int count, missing, bytes, number; };
+static Phase phases[sizeof(memory) / 8];
+inline Phase& advance(unsigned bar, int arrivals, int bytes) {
+  Phase& phase = phases[bar / 8];
+  phase.missing -= arrivals;
+  phase.bytes += bytes;
+  if (!phase.missing && !phase.bytes) { phase.missing = phase.count; phase.number++; }
+  return phase;
+}
+inline unsigned address(const void* p) { return (const char*)p - memory; }
+inline void init(unsigned bar, int count) { phases[bar / 8] = {count, count, 0, 0}; }
+inline void arrive(unsigned bar, int bytes) { advance(bar, 1, bytes); }
+inline void copy(unsigned to, const void* from, int bytes, unsigned bar) {
+  memcpy(memory + to, from, bytes);
+  advance(bar, 0, -bytes);
+}
+inline void wait(unsigned bar, int parity) {
+  while (phases[bar / 8].number % 2 == parity) swapcontext(&threads[current], &scheduler);
+}
+inline void publish(unsigned* flag) { *flag = 1; }
+inline unsigned is_published(unsigned* flag) { return *flag; }
+inline void __syncwarp() { of_warp[current / 32].wait(); }
+inline void __threadfence() {}
+template <class T> T __ldg(const T* p) { return *p; }
+template <class T> T __ldcg(const T* p) { return *p; }
+template <class T> void __stcg(T* p, T x) { *p = x; }
+struct Weights { unsigned at[4]; };
+template <int COUNT> void wgmma(float (&sums)[COUNT], const unsigned (&w)[4], unsigned long long descriptor, int adds) {
+  const auto all = exchange(Weights{{w[0], w[1], w[2], w[3]}});
+  const unsigned start = (descriptor & 0x3fff) << 4, chunk = start % 128 / 16;   // chunks of 16 bytes are swizzled
+  for (int i = 0; i < COUNT; i++) {
+    const int row = i / 4 * 8 + current % 4 * 2 + i % 2;
+    if (!adds) sums[i] = 0;
+    for (int k = 0; k < 16; k++) {
+      unsigned short x;
+      memcpy(&x, memory + start / 128 * 128 + row * 128 + (chunk + k / 8 ^ row % 8) * 16 + k % 8 * 2, 2);
+      const Weights& own = all.at[current % 32 / 4 * 4 + k % 8 / 2];
+      sums[i] += half_of(own.at[i % 4 / 2 + k / 8 * 2], k % 2) * half_of(x, 0);
+    }
+  }
+}
 
 static void (*kernel)();
 static bool is_done[1024];

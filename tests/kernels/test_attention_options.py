@@ -20,7 +20,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
   "sinks": {"sinks": SINKS}, "all": ALL,
   **{f"window {n}": {"window": n} for n in (1, BS - 1, BS, BS + 1, 40, 1000)}}
 CASES = {   # (first position, number of tokens) of each sequence, tokens with padding
-  "decode and a chunk": ([(69, 1), (38, 3), (0, 1), (BS, 1)], 8), "long chunk": ([(30, 66), (69, 1), (14, 5)], 80),
+  "decode and a chunk": ([(69, 1), (38, 3), (0, 1), (BS, 1)], 8), "long chunk": ([(33, 66), (69, 1), (14, 5)], 80),
   "decode": ([(69, 1), (40, 1)], 2), "split-KV": ([(1100, 1)], 1)}
 QUICK = "cap", "sinks", f"window {BS}", "all"
 TENSOR_CORE_CASES = [*slow(*[("decode and a chunk", name) for name in (*QUICK, "window 1", "window 40")]),

@@ -54,7 +54,6 @@ def program_of(make: Callable[[dict[str, UOp]], Launch], operands: dict[str, UOp
   source = "\n".join([*macros, read("tensor_cores.cuh"), read(launch.file)])
   slots = tuple(range(len(operands)))
   written = tuple(i for i, x in enumerate(operands) if not ARGUMENTS[x].startswith("const"))
-  sink = UOp(Ops.SINK, arg=KernelInfo(name))
   arguments = UOp(Ops.LINEAR, src=tuple(x.base for x in operands.values()))
   info = ProgramInfo(name, launch.groups, (launch.threads, 1, 1), (), slots, written, slots[1:], renderer().target)
-  return UOp(Ops.PROGRAM, src=(sink, arguments, UOp(Ops.SOURCE, arg=source)), arg=info)
+  return UOp(Ops.PROGRAM, src=(UOp(Ops.SINK, arg=KernelInfo(name)), arguments, UOp(Ops.SOURCE, arg=source)), arg=info)

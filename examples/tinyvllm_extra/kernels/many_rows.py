@@ -98,9 +98,8 @@ def launch_many(operands: dict[str, UOp], number_format: NumberFormat, activatio
     buffer = tiles.rows * 64 + tiles.outputs * 4 * (number_format.bits + (number_format.bits < 16))   # bytes
     definitions |= {"N_TILES": tiles.n, "T_TILES": tiles.t, "WIDE": tiles.wide, "HIGH": tiles.high,
                     "BUFFERS": tiles.buffers, "BUFFER": buffer}
-    groups = T // tiles.rows, N // tiles.outputs, tiles.splits
-    return Launch(f"linear_many_{N}_{K}", "linear_many.cu", definitions, groups, 32 * tiles.wide * tiles.high,
-                  tiles.buffers * buffer)
+    groups, threads = (T // tiles.rows, N // tiles.outputs, tiles.splits), 32 * tiles.wide * tiles.high
+    return Launch(f"linear_many_{N}_{K}", "linear_many.cu", definitions, groups, threads, tiles.buffers * buffer)
   stage = tiles.rows * 128 + 1024 * number_format.bits
   n = tiles.rows // 2   # of a lane's sums; then its weights, the descriptor of x, and whether to add to the sums
   sums, pointers = [", ".join(form.format(i) for i in range(n)) for form in ("%{0}", '"+f"(sums[{0}])')]

@@ -110,9 +110,8 @@ class FastLinear(backend.Linear):
 
   def store(self, shards: Sequence[Matrix], place: Callable[..., Tensor]) -> None:
     """Store W. shards: one per device. place: StoredWeights.place of this module."""
-    shape, dtype = self.weight.max_shape, self.weight.dtype
-    if plain := [w for w in shards if isinstance(w, np.ndarray)]:
-      self.weight.replace(place([reorder(self.ordered(w), shape) for w in plain], dtype))
+    if plain := [reorder(self.ordered(w), self.weight.max_shape) for w in shards if isinstance(w, np.ndarray)]:
+      self.weight.replace(place(plain, self.weight.dtype))
     elif quantized := [w for w in shards if isinstance(w, Quantized)]: self.store_quantized(quantized, place)
     self.flags = many_rows.new_flags(self.weight.device)
 

@@ -11,6 +11,9 @@
 #define X_BYTES (ROWS * 128)
 #define STAGE (X_BYTES + 16 * W_BYTES)
 
+// Barriers in shared memory: a phase ends after `count` arrivals, and the copies of the n bytes that each announces
+DEVICE void init(u32 bar, int count) { PTX("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(bar), "r"(count)); }
+DEVICE void arrive(u32 b, int n) { PTX("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(b), "r"(n)); }
 DEVICE void wait(u32 bar, int parity) {
   PTX("{.reg .pred p;\nL: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra D;\nbra L;\nD:}"
       :: "r"(bar), "r"(parity));
@@ -19,6 +22,8 @@ DEVICE void copy(u32 to, const void* from, int bytes, u32 bar) {
   PTX("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
       :: "r"(to), "l"(from), "r"(bytes), "r"(bar));
 }
+DEVICE void publish(u32* p) { PTX("st.release.gpu.global.u32 [%0], 1;" :: "l"(p)); }
+DEVICE u32 is_published(u32* p) { u32 x; PTX("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p)); return x; }
 DEVICE void wgmma(float (&sums)[ROWS / 2], const u32 (&w)[4], u64 x, int adds) {   // SUMS, WGMMA: see many_rows.py
   PTX("{.reg .pred p; " WGMMA "}" : SUMS : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(adds));
 }
@@ -32,8 +37,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) NAME(ARGUMENTS) {
   // Rounds of a tile per block and, at first, an incomplete one in which several blocks share a tile along K (split-K)
   const int row_tiles = (rows + ROWS - 1) / ROWS, tiles = (N + 127) / 128 * row_tiles, rounds = tiles / gridDim.x;
   const int sharers = min(K / 64, gridDim.x / max(1, tiles % gridDim.x));
-  if (threadIdx.x < STAGES * 2)
-    PTX("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(bars + threadIdx.x * 8), "r"(threadIdx.x % 2 ? 8 : 1));
+  if (threadIdx.x < STAGES * 2) init(bars + threadIdx.x * 8, threadIdx.x % 2 ? 8 : 1);
   PTX("fence.mbarrier_init.release.cluster;" ::);
   __syncthreads();
   int tile, k0, k1, s = 0, phase = 0;
@@ -52,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) NAME(ARGUMENTS) {
         const u32 full = bars + s * 16, to = smem + s * STAGE;
         const int n16 = min(tile / row_tiles * 8 + lane, N / 16 - 1);
         wait(full + 8, phase ^ 1);
-        if (lane == 0) PTX("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(full), "r"(STAGE));
+        if (lane == 0) arrive(full, STAGE);
         __syncwarp();
         if (lane == 31) copy(to, x + (size_t)(tile % row_tiles * (K / 64) + k) * X_BYTES, X_BYTES, full);
         const char* w = weight + ((size_t)n16 * (K / 64) + k) * W_BYTES * 2;
@@ -81,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) NAME(ARGUMENTS) {
       next_stage();
       if (k + 1 < k1) { wait(bars + s * 16, phase); load(next, k + 1); }
       PTX("wgmma.wait_group.sync.aligned 0;" ::);
-      if (lane == 0) PTX("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(empty));
+      if (lane == 0) arrive(empty, 0);
     };
     u32 w[2][4][4];
     wait(bars + s * 16, phase);
@@ -96,12 +100,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) NAME(ARGUMENTS) {
       UNROLL for (int i = 0; i < ROWS / 2; i++) __stcg(own + i * 256, sums[i]);
       __threadfence();
       __syncwarp();
-      if (lane == 0) PTX("st.release.gpu.global.u32 [%0], 1;" :: "l"(flags + blockIdx.x * 8 + warp));
+      if (lane == 0) publish(flags + blockIdx.x * 8 + warp);
       continue;
     }
     for (int peer = blockIdx.x - 1; peer >= (int)blockIdx.x - sharers + 1 && k0 > 0; peer--) {
-      u32 *flag = flags + peer * 8 + warp, is_ready = 0;
-      while (!is_ready) PTX("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(is_ready) : "l"(flag));
+      u32* const flag = flags + peer * 8 + warp;
+      while (!is_published(flag)) {}
       __syncwarp();
       own -= ROWS * 128;
       UNROLL for (int i = 0; i < ROWS / 2; i++) sums[i] += __ldcg(own + i * 256);
