@@ -24,8 +24,8 @@ def check(ok: object, message: str, value: object = None) -> None:
   if not ok: raise InputError(message, value)
 
 
-def check_ids(name: str, ids: list[int] | None, size: int) -> None:
-  for i in [i for i in ids or () if type(i) is not int or not 0 <= i < size]:
+def check_ids(size: int, **lists: list[int] | dict[int, float] | None) -> None:
+  for name, i in [(x, i) for x, ids in lists.items() for i in ids or () if type(i) is not int or not 0 <= i < size]:
     raise InputError(f"{name}: id {i!r} must be an int from 0 to {size - 1}")
 
 
@@ -67,7 +67,8 @@ class Options:
       choices, low, high = (field.metadata.get(limit) for limit in ("choices", "min", "max"))
       check(not choices or value in (*choices, None), f"{text} be one of {', '.join(choices or ())}", value)
       numbers = [*value.values()] if isinstance(value, dict) else [value] if isinstance(value, int | float) else []
-      check(None in (low, high) or all(low <= x <= high for x in numbers), f"{text} be between {low} and {high}", value)
+      is_within = low is None or high is None or all(low <= x <= high for x in numbers)
+      check(is_within, f"{text} be between {low} and {high}", value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

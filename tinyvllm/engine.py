@@ -138,8 +138,7 @@ class Engine(LoadedModel):
     params = params or self.parts.params_class()
     check(isinstance(params, SamplingParams), f"sampling_params={params!r} must be SamplingParams(...)")
     text, ids = self.encode(prompt)
-    check_ids("prompt_token_ids", ids, self.model_config.vocab_size)
-    check_ids("stop_token_ids", params.stop_token_ids, self.model_config.vocab_size)
+    check_ids(self.model_config.vocab_size, prompt_token_ids=ids, stop_token_ids=params.stop_token_ids)
     check(len(ids) < self.max_model_len, f"This model's maximum context length is {self.max_model_len} tokens. "
           f"However, the prompt has {len(ids)}: shorten it or raise max_model_len or num_gpu_blocks_override")
     check(type(priority) is int, f"priority={priority!r} must be an int")

@@ -57,5 +57,6 @@ def run(make: Callable[[dict[str, UOp]], cuda_source.Launch], **tensors: Tensor 
   groups = (ctypes.c_uint * 3)(*program.arg.global_size)
   class Index(ctypes.Structure): _fields_ = [(name, ctypes.c_uint) for name in "xyz"]
   compiled(program.src[2].arg).run(pointers, Index(*groups), ctypes.c_int(program.arg.local_size[0]))
+  assert not dict(zip(given, arrays, strict=True)).get("flags", np.zeros(1)).any(), "flags are zeros after a kernel"
   outputs = [Tensor(x) for x in arrays]
   return [x.bitcast(dtypes.bfloat16) if bf16 else x for x, bf16 in zip(outputs, is_bf16, strict=True)]

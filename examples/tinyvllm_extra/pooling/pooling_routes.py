@@ -49,7 +49,7 @@ class Pooling:
     texts = [body.input] if is_one else body.input
     check_number("input", texts)
     check(all(texts), "input: each text must have at least one token")
-    for x in texts: check_ids("input", x if isinstance(x, list) else None, self.serving.engine.model_config.vocab_size)
+    for x in texts: check_ids(self.serving.engine.model_config.vocab_size, input=x if isinstance(x, list) else None)
     params = PoolingParams(dimensions=body.dimensions, normalize=body.normalize is not False)
     outputs = await self.run(body, [({"prompt_token_ids": x} if isinstance(x, list) else x, params) for x in texts])
 

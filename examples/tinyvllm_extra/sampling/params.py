@@ -80,7 +80,7 @@ class SamplingParams(request.SamplingParams):
 class Processor:
   """The LogitsProcessor for all fields of SamplingParams."""
   def __init__(self, params: SamplingParams, tokenizer: "ChatTokenizer", model: ModelConfig):
-    for name in ("allowed_token_ids", "logit_bias"): check_ids(name, getattr(params, name), model.vocab_size)
+    check_ids(model.vocab_size, allowed_token_ids=params.allowed_token_ids, logit_bias=params.logit_bias)
     self.params = params
     spellings = [space + word.lstrip() for word in params.bad_words or () for space in ("", " ")]
     self.bad_words = [*filter(None, (tokenizer.encode(spelling, False) for spelling in spellings))]
