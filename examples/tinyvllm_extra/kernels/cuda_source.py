@@ -23,13 +23,14 @@ def speaks_cuda() -> bool:
 
 
 class Launch(NamedTuple):
-  """A source's macros and the sizes of its launch."""
+  """A source's macros and the sizes of its launch: work groups in x, y and z, threads per group, and bytes of dynamic
+  shared memory."""
   name: str
   file: str   # is read after tensor_cores.cuh
   definitions: dict[str, object]
   groups: tuple[int, int, int]
   threads: int
-  shared_bytes: int = 0       # dynamic shared memory
+  shared_bytes: int
 
 
 @functools.cache
@@ -44,6 +45,7 @@ def run(make: Callable[[dict[str, UOp]], Launch], **tensors: Tensor | None) -> l
 
 
 def program_of(make: Callable[[dict[str, UOp]], Launch], operands: dict[str, UOp]) -> UOp:
+  """Return a kernel whose source is still to be compiled."""
   launch = make(operands)
   name = f"{launch.name}_smem{launch.shared_bytes}"   # see use_dynamic_shared_memory
   definitions = {

@@ -19,7 +19,7 @@ if TYPE_CHECKING: from .matmul import FastLinear
 ACTIVATIONS = {"": "x", "silu": "x / (1 + __expf(-(x)))",   # by method of Tensor
                "gelu": "x / (1 + __expf(x * (-1.5957691f - 0.0713548f * x * x)))"}
 MAX_SPLITS = 8   # maximum split-K of linear_many.cu
-SHARED_BYTES = 230400   # of a Hopper multiprocessor, without barriers
+SHARED_BYTES = 230400   # shared memory of a Hopper multiprocessor, less the barriers
 COUNT = TOKENS.num_words + 1   # row of `tokens` that holds the number of tokens, see tensor_cores.add_query_tiles
 # The tokens of the step whose layers are traced, see tensor_cores.add_query_tiles. Products skip rows of padding, so
 # that the graph of a large step runs smaller ones in less time
@@ -86,6 +86,7 @@ def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles, activati
 
 
 def launch_many(operands: dict[str, UOp], number_format: NumberFormat, activation: str, tiles: Tiles) -> Launch:
+  """Return the launch of linear_many.cu, or of wgmma.cu if the tiles have no buffers."""
   shapes = {name: x.max_shape for name, x in operands.items()}
   N, K, T = shapes["weight"][0] * 16, shapes["weight"][1] * 32, math.prod(shapes["x"]) // shapes["weight"][1] // 32
   definitions: dict[str, object] = {
@@ -101,7 +102,7 @@ def launch_many(operands: dict[str, UOp], number_format: NumberFormat, activatio
     groups, threads = (T // tiles.rows, N // tiles.outputs, tiles.splits), 32 * tiles.wide * tiles.high
     return Launch(f"linear_many_{N}_{K}", "linear_many.cu", definitions, groups, threads, tiles.buffers * buffer)
   stage = tiles.rows * 128 + 1024 * number_format.bits
-  n = tiles.rows // 2   # of a lane's sums; then its weights, the descriptor of x, and whether to add to the sums
+  n = tiles.rows // 2   # sums per lane; then its weights, the descriptor of x, and whether to add to the sums
   sums, pointers = [", ".join(form.format(i) for i in range(n)) for form in ("%{0}", '"+f"(sums[{0}])')]
   definitions |= {"STAGES": SHARED_BYTES // stage, "SUMS": pointers, "WGMMA":
     f'"setp.ne.b32 p, %{n + 5}, 0; wgmma.mma_async.sync.aligned.m64n{tiles.rows}k16.f32." TYPE "." TYPE " {{{sums}}},"'
@@ -125,7 +126,7 @@ def new_flags(devices: str | tuple[str, ...]) -> Tensor | None:
 def pack_kernel(out: UOp, x: UOp, tokens: UOp) -> UOp:
   """Copy x, (T, K), to the order that wgmma.cu reads, (tiles, K / 64, rows, 64)."""
   (T, K), rows = x.max_shape, out.max_shape[2]
-  first = (UOp.range(T * K // 2048, 0, AxisType.GLOBAL) * 64 + UOp.range(64, 1, AxisType.LOCAL)) * 32   # of 32 inputs
+  first = (UOp.range(T * K // 2048, 0, AxisType.GLOBAL) * 64 + UOp.range(64, 1, AxisType.LOCAL)) * 32   # input
   c, i, p = axes(2, 4, 4, 2, axis_type=AxisType.UPCAST)   # four chunks i of 8 inputs, see wgmma.cu
   t, k = first // K, first % K
   at = first + c * 8 + i * 2 + p

@@ -41,7 +41,7 @@ def kv_layout(model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple
   return [((heads, D // 32, BS, 32 // n), element), ((heads, D // n, BS), element), *layout[2:]]
 
 
-# Tokens in a query tile of a step of T tokens
+# Tokens per query tile in a step of T tokens
 def tile_size(T: int) -> int: return 64 if T <= 512 else 128
 
 
@@ -59,9 +59,9 @@ def attend(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block
 
 
 def add_query_tiles(tokens: Tensor, block_tables: Tensor) -> Tensor:
-  """Return tokens with two more columns. Row n of the first one, which a prefill_kernel reads, describes query tile n,
-  up to `size` consecutive tokens of a sequence: size * first token + number of further tokens, or -1 for no tile. Each
-  row of the second one, many_rows.COUNT, is the number of tokens without padding."""
+  """Return tokens, (columns, T) int32, with two more columns. Row n of the first one describes query tile n, up to
+  tile_size consecutive tokens of a sequence: tile_size * first token + number of further tokens, or -1 for no tile.
+  Each row of the second one, many_rows.COUNT, is the number of tokens without padding."""
   size = tile_size(int(tokens.shape[1]))
   slot = TOKENS.read(tokens)["slot"]                                    # (T,)
   t = Tensor.arange(slot.shape[0], dtype=dtypes.int32)
@@ -95,8 +95,8 @@ def read(q: Tensor, cache: list[Tensor], tokens: Tensor, block_tables: Tensor,
 
 
 def launch_attention(operands: dict[str, UOp], options: ScoreOptions, splits: int) -> Launch:
-  """out: (T, KV, G, D), or with split-KV (splits, T, KV, G, D) in float32. logs: (splits, T, KV, G), log2 of the sum of
-  the weights."""
+  """Return the launch of attention.cu. out: (T, KV, G, D), or with split-KV (splits, T, KV, G, D) in float32. logs:
+  (splits, T, KV, G), log2 of the sum of the weights."""
   (T, KV, G, D), (slots, max_blocks) = operands["q"].max_shape, operands["table"].max_shape
   is_prefill, is_bytes = T > MAX_DECODE, operands["keys"].dtype != dtypes.half
   warps = min(4 if T * KV > 256 else 16, 1 << (SHARED_BYTES // (G * D * 4)).bit_length() - 1)
