@@ -4,10 +4,9 @@ from types import SimpleNamespace
 import pytest
 from helpers import cuda_on_cpu
 from tinygrad import Device, UOp, dtypes
-from tinygrad.uop.ops import AxisType
 
 from tinyvllm.backend import cpu_cores
-from tinyvllm_extra.kernels import cuda_source, generic, kv_cache, many_rows, tensor_cores
+from tinyvllm_extra.kernels import cuda_source, generic, kv_cache, tensor_cores
 from tinyvllm_extra.kernels.matmul import MMA
 from tinyvllm_extra.kernels.schedule import kernel_of
 
@@ -32,7 +31,4 @@ def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
   core = SimpleNamespace(dims=MMA, dtype_in=dtypes.half)
   nvidia = SimpleNamespace(tensor_cores=[core], supported_dtypes=lambda: {dtypes.half})
   for module in (tensor_cores, kv_cache): monkeypatch.setattr(module, "renderer", lambda: nvidia)
-  if cpu_cores():   # it has no work groups
-    monkeypatch.setattr(tensor_cores, "rope_kernel", rope_kernel)
-    plain = SimpleNamespace(GLOBAL=AxisType.WEAK, LOCAL=AxisType.WEAK, UPCAST=AxisType.UPCAST)
-    monkeypatch.setattr(many_rows, "AxisType", plain)
+  if cpu_cores(): monkeypatch.setattr(tensor_cores, "rope_kernel", rope_kernel)   # it has no work groups

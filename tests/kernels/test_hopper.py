@@ -1,4 +1,6 @@
 """Products of many rows on Hopper, compared with numpy: on a card, or with wgmma.cu on the CPU."""
+import functools
+
 import numpy as np
 import pytest
 from helpers.kernels import close, on_device, store_quantized
@@ -7,7 +9,7 @@ from helpers.reference import random_numbers
 from helpers.tensor_cores import run_on_cpu
 from tinygrad import Tensor, TinyJit, dtypes
 
-from tinyvllm_extra.kernels import many_rows, matmul
+from tinyvllm_extra.kernels import cuda_source, many_rows, matmul
 from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear
 from tinyvllm_extra.models.quantized import Quantized
 
@@ -41,15 +43,17 @@ def tokens_of(T: int, count: int) -> Tensor:
 
 @pytest.mark.parametrize(("T", "K", "count"), [(128, 64, 128), (256, 192, 77), (512, 128, 300)])
 def test_packed_order_is_that_of_wgmma(T, K, count, hopper):
-  x, rows = np.arange(T * K, dtype=np.float32).reshape(T, K), 128 if T % 256 else 256
+  x, rows = np.arange(T * K).astype(np.uint16).reshape(T, K).view(np.float16), 128 if T % 256 else 256
   layout = x.reshape(T // rows, rows, K // 64, 2, 4, 2, 2, 2).transpose(0, 2, 1, 3, 5, 6, 4, 7)   # a, i, h, c, p last
   chunks = layout.reshape(T // rows, K // 64, rows, 8, 8)
   order = np.arange(8) ^ (np.arange(rows) % 8)[:, None]   # 128-byte swizzle
   expected = np.take_along_axis(chunks, order[None, None, :, :, None], 3).reshape(T // rows, K // 64, rows, 64)
   tokens = tokens_of(T, count)
-  packed = Tensor.zeros(*expected.shape).contiguous().custom_kernel(on_device(x), tokens, fxn=many_rows.pack_kernel)[0]
+  pack = functools.partial(many_rows.launch_pack, tiles=many_rows.WGMMA[rows == 128])
+  out = Tensor.zeros(T, K, dtype=dtypes.float16).contiguous().realize()
+  packed = cuda_source.run(pack, out=out, x=on_device(x), tokens=tokens)[0].numpy().reshape(expected.shape)
   exists = np.arange(T).reshape(T // rows, 1, rows, 1) < count
-  np.testing.assert_array_equal(packed.numpy(), np.where(exists, expected, 0))
+  np.testing.assert_array_equal(packed.view(np.uint16), np.where(exists, expected, 0).view(np.uint16))
 
 
 @pytest.mark.parametrize(("sizes", "layer_class", "kind"), [*QUICK, *slow(*REST)])

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from tinygrad import Device, Tensor, UOp, dtypes
-from tinygrad.uop.ops import AxisType
 
 from tinyvllm.backend import TOKENS, renderer
 from tinyvllm_extra.models.quantized import NumberFormat
@@ -12,7 +11,6 @@ from tinyvllm_extra.models.quantized import NumberFormat
 from . import cuda_source, shards
 from .buffers import new, new_tensor
 from .cuda_source import Launch
-from .schedule import axes, kernel_of
 
 if TYPE_CHECKING: from .matmul import FastLinear
 
@@ -74,21 +72,20 @@ def choose_tiles(layer: "FastLinear", x: Tensor) -> Tiles | None:
 def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles, activation: str) -> Tensor:
   """Return `out` with x @ W.T + bias or a GateUp's activations: (T, N), or with split-K one (T, N) per split, stacked
   along the first axis. Rows of the step's padding are undefined."""
-  (T, K), packed, scratch = x.max_shape, x, {}
-  tokens = current_tokens(T)
-  if tokens is not None and layer.flags is not None and not tiles.buffers:
-    packed = new(x, T // tiles.rows, K // 64, tiles.rows, 64).custom_kernel(x, tokens, fxn=pack_kernel)[0]
-    sums = new(x, int(layer.flags.shape[0]) * 16 * tiles.rows, dtype=dtypes.float32)   # 128 per row for each block
-    scratch = {"partial": sums, "flags": layer.flags}
+  tokens, scratch = current_tokens(x.max_shape[0]), {}
+  if layer.flags is not None and not tiles.buffers:
+    x = cuda_source.run(functools.partial(launch_pack, tiles=tiles), out=new(x, *x.max_shape), x=x, tokens=tokens)[0]
+    num_sums = int(layer.flags.shape[0]) * 16 * tiles.rows   # 128 per row for each block
+    scratch = {"partial": new(x, num_sums, dtype=dtypes.float32), "flags": layer.flags}
   launch = functools.partial(launch_many, number_format=layer.number_format, activation=activation, tiles=tiles)
-  return cuda_source.run(launch, out=out, weight=layer.weight, x=packed, tokens=tokens, **scratch, **layer.scales,
+  return cuda_source.run(launch, out=out, weight=layer.weight, x=x, tokens=tokens, **scratch, **layer.scales,
                          bias=layer.bias)[0]
 
 
 def launch_many(operands: dict[str, UOp], number_format: NumberFormat, activation: str, tiles: Tiles) -> Launch:
   """Return the launch of linear_many.cu, or of wgmma.cu if the tiles have no buffers."""
   shapes = {name: x.max_shape for name, x in operands.items()}
-  N, K, T = shapes["weight"][0] * 16, shapes["weight"][1] * 32, math.prod(shapes["x"]) // shapes["weight"][1] // 32
+  N, (T, K) = shapes["weight"][0] * 16, shapes["x"]
   definitions: dict[str, object] = {
     "N": N, "K": K, "BITS": number_format.bits, "IS_FLOAT": int(number_format.is_float),
     "BIAS": int(np.float16(number_format.bias).view(np.uint16)) * 0x10001, "GROUPS": shapes.get("scale", (0, 0))[1],
@@ -111,6 +108,13 @@ def launch_many(operands: dict[str, UOp], number_format: NumberFormat, activatio
   return Launch(f"wgmma_{tiles.rows}_{N}_{K}", "wgmma.cu", definitions, groups, 384, shared_bytes)
 
 
+def launch_pack(operands: dict[str, UOp], tiles: Tiles) -> Launch:
+  """Return the launch of pack.cu."""
+  T, K = operands["x"].max_shape
+  definitions = {"K": K, "ROWS": tiles.rows, "ROWS_OF_STEP": f"tokens[{COUNT * T}]", "TYPE": '"f16"'}
+  return Launch(f"pack_{T}_{K}", "pack.cu", definitions, (T * K // 2048, 1, 1), 256, 0)
+
+
 @functools.cache
 def new_flags(devices: str | tuple[str, ...]) -> Tensor | None:
   """Return flags for the blocks that share a tile, eight for each multiprocessor of each device: zeros, also after each
@@ -121,15 +125,3 @@ def new_flags(devices: str | tuple[str, ...]) -> Tensor | None:
   cuda.cuDeviceGetAttribute(ctypes.byref(count := ctypes.c_int()), 16, device.cu_device)   # multiprocessors
   flags = [new_tensor(np.zeros(8 * count.value, np.uint32), name) for name in np.atleast_1d(devices).tolist()]
   return shards.stack(flags) if len(flags) > 1 else flags[0]
-
-
-def pack_kernel(out: UOp, x: UOp, tokens: UOp) -> UOp:
-  """Copy x, (T, K), to the order that wgmma.cu reads, (tiles, K / 64, rows, 64)."""
-  (T, K), rows = x.max_shape, out.max_shape[2]
-  first = (UOp.range(T * K // 2048, 0, AxisType.GLOBAL) * 64 + UOp.range(64, 1, AxisType.LOCAL)) * 32   # input
-  c, i, p = axes(2, 4, 4, 2, axis_type=AxisType.UPCAST)   # four chunks i of 8 inputs, see wgmma.cu
-  t, k = first // K, first % K
-  at = first + c * 8 + i * 2 + p
-  to = ((t // rows * (K // 64) + k // 64) * rows + t % rows) * 64 + ((k % 64 // 8 + i) ^ t % 8) * 8 + c * 2 + p
-  exists = t < tokens[COUNT, 0].load().cast(dtypes.weakint)
-  return kernel_of("pack", out.base.index(to.valid(exists)).store(x.base.index(at.valid(exists)).load()), ())

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
-from tinygrad.uop.ops import AxisType
 
 from tinyvllm.backend import TOKENS, renderer
 from tinyvllm.config import ModelConfig
@@ -16,14 +15,14 @@ from tinyvllm_extra.options import LLMConfig
 from . import cuda_source, generic, kv_cache
 from .cuda_source import Launch
 from .matmul import MMA
-from .schedule import ScoreOptions, axes, axis, kernel_of, largest, mean
+from .schedule import ScoreOptions, axes, kernel_of, largest, mean
 
 BS = 16   # positions in a block
 MAX_DECODE = 64   # tokens of a step for which a work group has all query heads of a token
 STAGE = 4    # blocks that a work group copies together
 MIN_WORK_GROUPS = 128   # to keep a GPU busy
 SHARED_BYTES = 2**15    # limit for a work group's results in shared memory, if each has a token
-NEAR = 8                # dimensions in each half of a head that a lane rotates
+NEAR = 4                # dimensions in each half of a head that a lane rotates
 
 
 def kv_layout(model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
@@ -126,14 +125,15 @@ def combine_kernel(out: UOp, means: UOp, logs: UOp, *sinks: UOp) -> UOp:
 # RoPE and the write of K and V
 
 class LaneWriter(generic.HeadWriter):
-  """A HeadWriter whose lanes have NEAR dimensions of each half. Neighbouring lanes have neighbouring tokens, because
-  their V is contiguous in a block."""
+  """A HeadWriter whose lanes have NEAR dimensions of each half: four lanes a sector of a token's q and k, and eight
+  neighbouring tokens, whose V is contiguous in a block."""
   def lane(self) -> tuple[UOp, UOp, list[UOp]]:
-    self.num_tokens = math.gcd(self.T, BS)
-    group, h = axes(0, self.T // self.num_tokens, self.KV, axis_type=AxisType.GLOBAL)
-    self.token = axis(self.num_tokens, 2, AxisType.LOCAL)
-    self.i = UOp.range(self.D // 2 // NEAR, 3, AxisType.LOCAL)
-    return group * self.num_tokens + self.token, h, [self.i * NEAR + j for j in range(NEAR)]
+    n = self.num_tokens = math.gcd(self.T, BS)
+    # Not ranges, which tinygrad splits: neighbouring lanes would be far from each other in memory
+    h, group, lane = map(UOp.special, (self.KV, self.T // n, n * self.D // 2 // NEAR), ("gidx0", "gidx1", "lidx0"))
+    self.token = lane // 4 % n
+    self.i = lane // (4 * n) * 4 + lane % 4
+    return group * n + self.token, h, [self.i * NEAR + j for j in range(NEAR)]
 
   def cell(self, kv: int, d: UOp) -> UOp:
     if kv: return self.values[self.block, self.h, d, self.offset]
