@@ -2,9 +2,10 @@
 // WIDE x HIGH warps share x, W and its scales in a ring of buffers with 32 inputs each. One barrier suffices, as the
 // buffer being written was read one iteration ago. Iterations after the last one multiply zeros.
 #define THREADS (32 * WIDE * HIGH)
+#define MIN_BLOCKS (N_TILES * T_TILES > 8 ? 1 : 512 / THREADS)   // on a multiprocessor: at most 128 registers per lane
 #define SCALES (ROWS * 64 + OUTPUTS / 16 * W_BYTES)   // bytes of x and W, after which the scales are
 
-extern "C" __global__ void __launch_bounds__(THREADS) NAME(ARGUMENTS) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) NAME(ARGUMENTS) {
   OMITTED
   extern __shared__ __align__(128) char memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = blockIdx.x * ROWS, steps = K / 32 / gridDim.z;
