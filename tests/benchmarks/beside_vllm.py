@@ -1,11 +1,11 @@
-"""Measure prompts, decoding and a mixed load end to end: on tinyvllm or, with --engine vllm, on vLLM (installed with its
-own torch), with random weights of the same shape. Compare only runs on one card.
+"""Measure prompts, decoding and a mixed load end to end: on tinyvllm or, with --engine vllm, on vLLM (installed with
+its own torch), with random weights of the same shape. Compare only runs on one card.
 
   python tests/benchmarks/beside_vllm.py --shape llama-7b --running 1 32 64
   python tests/benchmarks/beside_vllm.py --shape llama-3.1-8b --running 64 --mixed --engine vllm
 
-Prints tokens/s of one prompt of 512 tokens and of 32 of them, tokens/s of decoding (the time of 64 more tokens), and with
---mixed the seconds of 256 requests of log-normal lengths, 64 at once, with the pauses between a request's tokens."""
+Prints tokens/s of one prompt of 512 tokens and of 32 of them, tokens/s of decoding (the time of 64 more tokens), and
+with --mixed the seconds of 256 requests of log-normal lengths, 64 at once, and the pauses between a request's tokens."""
 import json
 import os
 import random

@@ -6,9 +6,10 @@ from helpers import cuda_on_cpu
 from tinygrad import Device, UOp, dtypes
 
 from tinyvllm.backend import cpu_cores
-from tinyvllm_extra.kernels import cuda_source, generic, kv_cache, tensor_cores
+from tinyvllm_extra.kernels import cuda_source, generic, tensor_cores
 from tinyvllm_extra.kernels.matmul import MMA
 from tinyvllm_extra.kernels.schedule import kernel_of
+from tinyvllm_extra.models import kv_cache
 
 TOLERANCE = {"auto": 2e-3, "int8": 4e-3, "fp8": 4e-3}
 each_kind = pytest.mark.parametrize("kind", TOLERANCE)

@@ -17,8 +17,9 @@ from tinygrad.engine.realize import get_graph_runtime
 from tinyvllm import LLM
 from tinyvllm.backend import cpu_cores
 from tinyvllm_extra.kernels import cpu, prepare_device
-from tinyvllm_extra.kernels.graphs import CaptureThread
-from tinyvllm_extra.kernels.matmul import FastLinear, reorder
+from tinyvllm_extra.serving.capture_thread import CaptureThread
+from tinyvllm_extra.kernels.matmul import FastLinear
+from tinyvllm_extra.models.storage_order import reorder
 
 pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="CPU only")
 CASES = read_data("kernel_cases.json")

@@ -11,7 +11,8 @@ from tinygrad import Device, dtypes
 
 from tinyvllm.backend import scatter_kernel
 from tinyvllm_extra.kernels import generic as attention, many_rows, matmul
-from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear, FastNorm, reorder
+from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear, FastNorm
+from tinyvllm_extra.models.storage_order import reorder
 from tinyvllm_extra.formats.quantization import Quantized
 
 KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}   # dtype, tolerance for rounding

@@ -3,7 +3,8 @@ read K and V through the block table, without a copy of the context. Reads must 
 because these carry the order.
 
 qkv: (T, (H + 2 KV) * D), a flat batch. tokens: (columns of TOKENS, T) int32. rope: (length, 2, D / 2), cosines and
-sines. block_tables: (slots, max_blocks) int32. G = H / KV query heads share a K/V head. Cache: see kv_cache.py."""
+sines. block_tables: (slots, max_blocks) int32. G = H / KV query heads share a K/V head. Cache: see
+models/kv_cache.py."""
 import dataclasses, functools, math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -12,8 +13,8 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import AxisType, Ops
 
 from tinyvllm.backend import cpu_cores, renderer
+from tinyvllm_extra.models.kv_cache import SMALLEST, dimensions_in, pack, unpack
 
-from .kv_cache import SMALLEST, dimensions_in, pack, unpack
 from .schedule import (LOWEST, ScoreOptions, axes, axis, divisor, end, field, fold, kernel_of,
                        lane_axis, largest, location, mean, rotate, separate, shared_by, unrolled)
 

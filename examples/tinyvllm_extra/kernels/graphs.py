@@ -1,26 +1,24 @@
 """Chooses the graph that a step runs with: its own shape, or a larger one that is captured. Captures graphs at startup,
 so that no request waits for a capture."""
-import atexit, collections, dataclasses, gc, itertools, logging, operator, os, sys, threading, time
+import collections, dataclasses, gc, itertools, logging, operator, time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tinygrad import Device
 
 from tinyvllm import backend
-from tinyvllm.backend import cpu_cores, exclusive, renderer
+from tinyvllm.backend import exclusive, renderer
 from tinyvllm.config import check, logger
 from tinyvllm.engine import Engine
 from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, Runner, build_step, next_power_of_two
 
-from .cpu import CAPTURES
 from .step_cache import restore
 from .tinygrad_patches import num_compiled
 
 PROMPT = 128   # least limit of a step with prompts, in tokens
 CAPTURE_THRESHOLD = 16   # requests for a graph shape before it gets its own capture
 FIRST_SIZE = 32   # minimum tokens of the step that is captured first, which runs short prompts and decodes
-CAPTURING = "capturing a step: below 1 s, or about 10 s if kernels compile"   # before the first capture
 Variant = tuple[SamplerMode, object]   # a graph's sampler, and its LogitsPlan or None
 
 
@@ -119,35 +117,3 @@ def capture(engine: Engine, sizes: list[int], variants: Sequence[Variant]) -> It
     gc.unfreeze()
   logger.info(f"captured {len(steps)} steps in {time.perf_counter() - started:.1f} s, "
               f"{num_compiled() - num_kernels} new kernels")
-
-
-class CaptureThread(threading.Thread):
-  """Runs the captures of `capture`, with low priority once the captured steps can run all requests: see `ready`."""
-  def __init__(self, captures: Iterator[str]):
-    super().__init__(target=self.capture, args=(captures,), name=CAPTURES, daemon=True)
-    self.progress = next(captures, "")   # "" once requests can run
-    self.ready = threading.Event()
-    self.should_end = False
-    atexit.register(self.allow_exit)
-    self.start()
-
-  def allow_exit(self) -> None:
-    """Let the program exit: tinygrad cannot close devices during a capture. A CPU need not be closed."""
-    self.should_end = True
-    if cpu_cores(): Device._opened_devices.clear()
-    else: self.join()
-
-  def capture(self, captures: Iterator[str]) -> None:
-    try:
-      for self.progress in captures:
-        if self.should_end: break
-        if not self.progress and not self.ready.is_set():
-          self.ready.set()
-          if sys.platform == "linux": os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        time.sleep(1e-3)   # another thread may be waiting to capture
-    except Exception:
-      if threading.main_thread().is_alive():   # else the exit has ended the threads that compile
-        logger.exception("a capture failed; its steps will be captured when they run")
-    self.progress = ""
-    self.ready.set()
-    atexit.unregister(self.allow_exit)

@@ -12,7 +12,8 @@ from tinygrad.uop.ops import AxisType, Ops
 from tinyvllm import backend
 from tinyvllm.backend import cpu_cores, renderer
 from tinyvllm.llama import Checkpoint
-from tinyvllm_extra.models.quantized import E2M1, NUMBER_FORMATS, Matrix, UNQUANTIZED, Quantized, half_of, narrow
+from tinyvllm_extra.models.quantized import Matrix, UNQUANTIZED, Quantized, half_of
+from tinyvllm_extra.models.storage_order import STORED, pack_numbers, prepare_scales, reorder, scales_shape
 from tinyvllm_extra.models.stored_weights import stored_weights
 
 from . import many_rows
@@ -36,8 +37,6 @@ TILES = [
   (8, ANY, 8, 1, 1, 8, 2), (8, 3072, 16, 1, 1, 16, 1), (8, ANY, 16, 1, 1, 8, 2), (16, ANY, 16, 1, 2, 8, 2),
   (32, ANY, 8, 2, 4, 4, 2), (32, 8192, 16, 1, 2, 8, 1), (32, 16384, 16, 2, 4, 8, 2), (32, ANY, 16, 2, 4, 4, 2),
   (64, 8192, 16, 2, 8, 4, 2), (64, ANY, 16, 4, 8, 2, 2), (ANY, 8192, 16, 4, 8, 2, 2), (ANY, ANY, 16, 4, 8, 1, 2)]
-# Storage order of the axes of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), and of scales, by ndim
-STORED = {3: (0, 2, 1), 4: (0, 3, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
 
 
 def stored_shape(out_features: int, in_features: int, dtype: DType) -> tuple[int, ...]:
@@ -46,44 +45,6 @@ def stored_shape(out_features: int, in_features: int, dtype: DType) -> tuple[int
   if tile == 16 and in_features % 32 == 0 and (MMA, dtype) in [(c.dims, c.dtype_in) for c in renderer().tensor_cores]:
     return out_features // 16, in_features // 32, 2, 2, 8, 4, 2, 2
   return out_features // tile, in_features, tile
-
-
-def reorder(weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-  """Reorder W, (out, in), or its scales to a stored shape."""
-  order = STORED[len(shape)]
-  return weight.reshape([shape[i] for i in helpers.argsort(order)]).transpose(order)
-
-
-def scales_shape(stored: tuple[int, ...], groups: int) -> tuple[int, ...]:
-  """Return the stored shape of scales, (out, groups), for the stored shape of a quantized W."""
-  return (stored[0], groups, 8, 2) if len(stored) == 8 else (stored[0], groups, stored[-1])
-
-
-def pack_numbers(q: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-  """Reorder q of a quantized W, (out, in). 8 bits are stored unchanged as int8 or uint8. 4 bits and layouts for tensor
-  cores are packed into words of 32 bits: (out / 16, in / 8, 16) or (out / 16, in / 32, 8, 4, bits / 2)."""
-  number_format = NUMBER_FORMATS[q.dtype]
-  bits = number_format.bits
-  octets: np.ndarray = q.view(np.uint8)
-  if len(shape) == 3:
-    if bits == 8: return reorder(q if q.dtype == np.int8 else octets, shape)
-    numbers: np.ndarray = octets.reshape(shape[0], shape[2], -1, 8).swapaxes(1, 2)   # (out / 16, in / 8, 16, 8)
-  else:
-    octets = octets ^ np.uint8(number_format.zero_point)   # adds 128 to int8
-    # (out / 16, in / 32, 8, 4, then 16 numbers of a lane)
-    lanes = reorder(octets, shape).transpose(0, 1, 4, 5, 2, 3, 6, 7)
-    # A word holds pairs of neighbours, one in its lower half and one in its upper half
-    numbers = lanes.reshape(*lanes.shape[:4], bits // 2, 16 // bits, 2).swapaxes(-1, -2)
-    numbers = numbers.reshape(*lanes.shape[:4], bits // 2, 32 // bits)
-  if bits == 4: numbers = numbers[..., ::2] | numbers[..., 1::2] << 4
-  return np.ascontiguousarray(numbers).view(number_format.word)[..., 0]
-
-
-def prepare_scales(w: Quantized, dtype: DType) -> np.ndarray:
-  """Return the scales of W for x of this dtype: with the factor of small floats, and for these in `dtype`."""
-  if not w.number_format.is_float: return w.scale
-  scale = w.scale.astype(np.float32) * w.number_format.factor
-  return narrow(scale, w.q.dtype == E2M1) if dtype == dtypes.half else scale
 
 
 class FastLinear(backend.Linear):

@@ -10,9 +10,10 @@ from tinygrad.dtype import AddrSpace, DType
 
 from tinyvllm.backend import TOKENS, renderer
 from tinyvllm.config import ModelConfig
+from tinyvllm_extra.models import kv_cache
 from tinyvllm_extra.options import LLMConfig
 
-from . import cuda_source, generic, kv_cache
+from . import cuda_source, generic
 from .cuda_source import Launch
 from .matmul import MMA
 from .schedule import ScoreOptions, axes, kernel_of, largest, mean
