@@ -5,7 +5,7 @@ its own torch), with random weights of the same shape. Compare only runs on one 
   python tests/benchmarks/beside_vllm.py --shape llama-3.1-8b --running 64 --mixed --engine vllm
 
 Prints tokens/s of one prompt of 512 tokens and of 32 of them, tokens/s of decoding (the time of 64 more tokens), and
-with --mixed the seconds of 256 requests of log-normal lengths, 64 at once, and the pauses between a request's tokens."""
+with --mixed the seconds of 256 requests of log-normal lengths, 64 at once, and the pauses between tokens."""
 import json
 import os
 import random

@@ -112,7 +112,8 @@ def check_many_rows(layer: FastLinear, weight: np.ndarray, rows: int, parts: int
   (128, 64, 128, True, FastLinear), (128, 96, 256, False, FastLinear), (128, 160, 128, False, FastLinear),
   (128, 96, 256, True, FastGateUp), (32, 64, 64, True, FastLinear), (32, 352, 64, False, FastLinear),
   (96, 96, 128, False, FastGateUp), (64, 64, 64, False, FastLinear), (64, 288, 128, True, FastLinear),
-  (64, 96, 192, True, FastGateUp)])
+  (64, 96, 192, True, FastGateUp), (64, 128, 224, True, FastGateUp), (64, 320, 96, True, FastLinear),
+  (64, 896, 48, False, FastLinear), (32, 128, 96, False, FastGateUp)])
 def test_many_rows_kernel_equals_numpy(use_many_rows, rows, inputs, outputs, bias, layer_class):
   """The cases have both more and fewer iterations than buffers."""
   check_many_rows(*make_layer("float16", inputs, outputs, bias, layer_class), rows)
@@ -136,7 +137,8 @@ def test_many_rows_kernel_split_k_equals_numpy(use_many_rows, monkeypatch, rows,
 @pytest.mark.parametrize("bits", [8, 4, "e4m3"])
 @pytest.mark.parametrize(("rows", "inputs", "outputs", "group", "layer_class"), [
   (128, 96, 128, 32, FastLinear), (64, 256, 128, 64, FastGateUp), (32, 320, 64, 32, FastLinear),
-  (32, 64, 32, 64, FastGateUp), (16, 96, 32, 96, FastLinear), (48, 64, 64, 32, FastLinear)])
+  (32, 64, 32, 64, FastGateUp), (16, 96, 32, 96, FastLinear), (48, 64, 64, 32, FastLinear),
+  (64, 256, 96, 64, FastGateUp), (64, 256, 48, 64, FastLinear)])
 def test_many_rows_kernel_quantized_equals_numpy(use_many_rows, bits, rows, inputs, outputs, group, layer_class):
   layer, rng = layer_class(inputs, {"w": outputs}, False, dtypes.float16), np.random.default_rng(1)
   q, numbers = random_numbers(rng, (outputs, inputs), bits)
@@ -152,7 +154,7 @@ def test_shared_tiles_fit_shared_memory():
   for is_quantized, candidates in many_rows.TILES.items():
     for tiles in candidates:
       weight_bytes = tiles.outputs * (32 + 4 if is_quantized else 64)   # int8 with scales and offsets
-      assert tiles.buffers > 2 and tiles.buffers * (tiles.rows * 64 + weight_bytes) <= 48 * 1024
+      assert tiles.buffers > 2 and tiles.deep * tiles.buffers * (tiles.rows * 64 + weight_bytes) <= 96 * 1024
       assert tiles.outputs <= 256 and tiles.wide * tiles.high >= 2, "one warp copies scales, another one offsets"
 
 

@@ -36,8 +36,10 @@ class Tiles(NamedTuple):
   t: int        # tiles of 8 rows of x per warp
   wide: int     # warps along the outputs
   high: int     # warps along the rows
-  buffers: int  # buffers of 32 inputs for asynchronous copies, at most 48 KiB in total; 0: wgmma.cu
-  min_groups: int = 192   # minimum number of work groups for linear_many.cu to be the fastest
+  buffers: int  # buffers of 32 inputs for asynchronous copies, for all groups at most 96 KiB; 0: wgmma.cu
+  min_groups: int = 192   # numbers of work groups for which linear_many.cu is the fastest
+  max_groups: int = 2**31
+  deep: int = 1           # groups of warps that divide K
   splits: int = 1         # work groups per sum (split-K)
 
   @property
@@ -47,11 +49,14 @@ class Tiles(NamedTuple):
   def rows(self) -> int: return 8 * self.t * self.high
 
 
-# The first one with enough work groups is used. Quantized: fewer warps share the same outputs, because each warp
-# dequantizes its own. Measured on an H100 and an H200 (tests/benchmarks/LOG.md)
-TILES = {False: [Tiles(2, 16, 4, 1, 3), Tiles(2, 4, 2, 2, 6), Tiles(2, 4, 2, 1, 8)],
-         True: [Tiles(2, 16, 4, 1, 3, 200), Tiles(2, 8, 4, 1, 4, 128), Tiles(1, 4, 4, 1, 8), Tiles(1, 4, 2, 1, 8),
-                Tiles(1, 2, 2, 1, 8)]}
+# At most one work group for each of the 132 multiprocessors of an H100 or H200: smaller ones would leave some idle
+ONE_WAVE = [Tiles(2, 8, 7, 1, 5, 120, 132), Tiles(2, 8, 3, 1, 4, 120, 132, 2), Tiles(1, 8, 3, 1, 3, 120, 132, 4),
+            Tiles(1, 4, 3, 1, 4, 120, 132, 4)]
+# The first one with a fitting number of work groups is used. Quantized: fewer warps share the same outputs, as each
+# warp dequantizes its own. Measured on an H100 and an H200 (tests/benchmarks/LOG.md)
+TILES = {False: [Tiles(2, 16, 4, 1, 3), *ONE_WAVE, Tiles(2, 4, 2, 2, 6), Tiles(2, 4, 2, 1, 8)],
+         True: [Tiles(2, 16, 4, 1, 3, 200), *ONE_WAVE, Tiles(2, 8, 4, 1, 4, 128), Tiles(1, 4, 4, 1, 8),
+                Tiles(1, 4, 2, 1, 8), Tiles(1, 2, 2, 1, 8)]}
 WGMMA = [Tiles(1, 32, 8, 1, 0), Tiles(1, 16, 8, 1, 0)]
 
 
@@ -65,8 +70,8 @@ def choose_tiles(layer: "FastLinear", x: Tensor) -> Tiles | None:
   if fitting and layer.flags is not None and current_tokens(T) is not None: return fitting[0]
   limit = math.gcd(K // 32, MAX_SPLITS) if layer.axis == 1 and layer.bias is None else 1
   candidates = [x._replace(splits=n) for x in TILES[bool(scales)] for n in range(1, limit + 1) if limit % n == 0]
-  return next((x for x in candidates if T % x.rows == 0 == N % x.outputs
-               and T // x.rows * (N // x.outputs) * x.splits >= x.min_groups), None)
+  return next((x for x in candidates if T % x.rows == 0 == N % x.outputs and K // 32 % (x.deep * x.splits) == 0
+               and x.min_groups <= T // x.rows * (N // x.outputs) * x.splits <= x.max_groups), None)
 
 
 def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles, activation: str) -> Tensor:
@@ -95,9 +100,10 @@ def launch_many(operands: dict[str, UOp], number_format: NumberFormat, activatio
   if tiles.buffers:
     buffer = tiles.rows * 64 + tiles.outputs * 4 * (number_format.bits + (number_format.bits < 16))   # bytes
     definitions |= {"N_TILES": tiles.n, "T_TILES": tiles.t, "WIDE": tiles.wide, "HIGH": tiles.high,
-                    "BUFFERS": tiles.buffers, "BUFFER": buffer}
-    groups, threads = (T // tiles.rows, N // tiles.outputs, tiles.splits), 32 * tiles.wide * tiles.high
-    return Launch(f"linear_many_{N}_{K}", "linear_many.cu", definitions, groups, threads, tiles.buffers * buffer)
+                    "BUFFERS": tiles.buffers, "BUFFER": buffer, "DEEP": tiles.deep}
+    groups, rings = (T // tiles.rows, N // tiles.outputs, tiles.splits), tiles.deep * tiles.buffers * buffer
+    threads = 32 * tiles.wide * tiles.high * tiles.deep
+    return Launch(f"linear_many_{N}_{K}", "linear_many.cu", definitions, groups, threads, rings)
   stage = tiles.rows * 128 + 1024 * number_format.bits
   n = tiles.rows // 2   # sums per lane; then its weights, the descriptor of x, and whether to add to the sums
   sums, pointers = [", ".join(form.format(i) for i in range(n)) for form in ("%{0}", '"+f"(sums[{0}])')]
