@@ -137,7 +137,7 @@ def random_weights(checkpoint: type[SafetensorsCheckpoint] = RandomCheckpoint) -
   """Return a context in which models and draft models load through `checkpoint`."""
   stack = ExitStack()
   for module in ("tinyvllm_extra.llm", "tinyvllm_extra.sampling.speculation"):
-    stack.enter_context(patch(f"{module}.open_checkpoint", checkpoint))
+    stack.enter_context(patch(f"{module}.open_checkpoint", lambda path, *options: checkpoint(path, options[0])))
   return stack
 
 

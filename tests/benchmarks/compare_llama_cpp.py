@@ -4,11 +4,12 @@ python tests/benchmarks/compare_llama_cpp.py --model DIR --gguf FILE [--rounds 3
 
 DIR and FILE are the same model. llama.cpp requantizes FILE to F16, Q8_0 and Q4_0, which are compared with tinyvllm's
 float16, int8 and int4. Prints decode tokens/s of one stream and of eight streams, prefill tokens/s of a prompt of 512
-tokens (each the best of all rounds), and the ratio tinyvllm / llama.cpp. Both use all cores and greedy sampling, which
-for llama.cpp is numpy's argmax."""
+tokens (each the best of all rounds) of tinyvllm and of llama.cpp's plain and repacked weights, the ratio of tinyvllm to
+the faster of them, and the load average. All use all cores and greedy sampling, which for llama.cpp is numpy's argmax.
+Each type runs in a process of its own."""
 import argparse
 import ctypes
-import gc
+import multiprocessing
 import os
 import tempfile
 import time
@@ -79,6 +80,29 @@ def llama_cpp_timer(path: Path, repack: bool) -> Callable[[int, int, int], float
   return seconds
 
 
+def compare(name: str, args: argparse.Namespace) -> None:
+  """Print the rates of one kind, in this process: after the first kind, llama.cpp's next model would crash."""
+  kind, quantization = KINDS[name]
+  with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder) / f"{name}.gguf"
+    params = lib.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize = kind, True
+    assert lib.llama_model_quantize(str(args.gguf).encode(), str(path).encode(), ctypes.byref(params)) == 0
+    sides = {"tinyvllm": tinyvllm_timer(args.model, quantization), "llama.cpp": llama_cpp_timer(path, False),
+             "repacked": llama_cpp_timer(path, True)}
+    rates: dict[str, list[list[float]]] = {side: [] for side in sides}
+    for i in range(args.rounds + 1):
+      for side, seconds in sides.items():
+        short, one, eight = seconds(1, 16, 2), seconds(1, 16, 2 + NEW), seconds(STREAMS, 16, 2 + NEW)
+        eight_short, prompt = seconds(STREAMS, 16, 2), seconds(1, PROMPT, 1)
+        row = [NEW / (one - short), STREAMS * NEW / (eight - eight_short), PROMPT / prompt]
+        if i: rates[side].append(row)   # the first round captures graphs
+  best = {side: np.max(rows, axis=0) for side, rows in rates.items()}
+  ratios = best["tinyvllm"] / np.maximum(best["llama.cpp"], best["repacked"])
+  for side, row in best.items(): print(f"{name:8} {side:9}", *(f"{x:12.1f}" for x in row))
+  print(f"{name:8} {'ratio':9}", *(f"{x:12.2f}" for x in ratios), f"  load {os.getloadavg()[0]:.1f}", flush=True)
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="model folder for tinyvllm")
@@ -86,29 +110,13 @@ def main() -> None:
                       help="the same model as a GGUF file for llama.cpp")
   parser.add_argument("--rounds", type=int, default=3, help="timed rounds; the best counts (default: 3)")
   parser.add_argument("--kinds", nargs="+", default=[*KINDS], help=f"types to compare (default: {' '.join(KINDS)})")
-  parser.add_argument("--repack", action="store_true", help="let llama.cpp repack its weights for this CPU")
   args = parser.parse_args()
-  print(f"{'tokens/s':8} {'':9} {'1 stream':>12} {'8 streams':>12} {'prefill':>12}")
-  with tempfile.TemporaryDirectory() as folder:
-    for name in args.kinds:
-      kind, quantization = KINDS[name]
-      path = Path(folder) / f"{name}.gguf"
-      params = lib.llama_model_quantize_default_params()
-      params.ftype, params.allow_requantize = kind, True
-      assert lib.llama_model_quantize(str(args.gguf).encode(), str(path).encode(), ctypes.byref(params)) == 0
-      sides = {"tinyvllm": tinyvllm_timer(args.model, quantization), "llama.cpp": llama_cpp_timer(path, args.repack)}
-      rates: dict[str, list[list[float]]] = {side: [] for side in sides}
-      for i in range(args.rounds + 1):
-        for side, seconds in sides.items():
-          short, one, eight = seconds(1, 16, 2), seconds(1, 16, 2 + NEW), seconds(STREAMS, 16, 2 + NEW)
-          eight_short, prompt = seconds(STREAMS, 16, 2), seconds(1, PROMPT, 1)
-          row = [NEW / (one - short), STREAMS * NEW / (eight - eight_short), PROMPT / prompt]
-          if i: rates[side].append(row)   # the first round captures graphs
-      best = {side: np.max(rows, axis=0) for side, rows in rates.items()}
-      for side, row in best.items(): print(f"{name:8} {side:9}", *(f"{x:12.1f}" for x in row))
-      print(f"{name:8} {'ratio':9}", *(f"{x:12.2f}" for x in best["tinyvllm"] / best["llama.cpp"]), flush=True)
-      del sides, seconds
-      gc.collect()
+  print(f"{'tokens/s':8} {'':9} {'1 stream':>12} {'8 streams':>12} {'prefill':>12}", flush=True)
+  for name in args.kinds:
+    process = multiprocessing.get_context("spawn").Process(target=compare, args=(name, args))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, f"{name}: the process ended with {process.exitcode}"
 
 
 if __name__ == "__main__": main()

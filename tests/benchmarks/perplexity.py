@@ -3,8 +3,9 @@
 python tests/benchmarks/perplexity.py --model DIR [--other DIR|FILE.gguf ...] [--text FILE]
 
 Prints perplexity, and its ratio to the first row's, for: the model unchanged, with an int8 or fp8 KV cache, quantized
-to int8 and int4 while loading, and each --other model (for example a conversion of the same one). The text is split
-into windows of 512 tokens; the first 32 tokens of each are skipped, because they have little context."""
+to int8 and int4 while loading, and each --other model (for example a conversion of the same one); then for the
+quantized ones with activations in float. The text is split into windows of 512 tokens; the first 32 tokens of each are
+skipped, because they have little context."""
 import argparse
 import math
 from pathlib import Path
@@ -36,8 +37,10 @@ def main() -> None:
   args = parser.parse_args()
   text = args.text.read_text()
   caches = [(f"KV cache {kind}", args.model, {"kv_cache_dtype": kind}) for kind in ("int8", "fp8")]
-  rows = [("unchanged", args.model, {}), *caches, ("int8", args.model, {"quantization": "int8"}),
-          ("int4", args.model, {"quantization": "int4"}), *((Path(x).name, x, {}) for x in args.other)]
+  models = [("int8", args.model, {"quantization": "int8"}), ("int4", args.model, {"quantization": "int4"}),
+            *((Path(x).name, x, {}) for x in args.other)]
+  rows = [("unchanged", args.model, {}), *caches, *models,
+          *((f"{name}, float x", x, {**options, "activation_quantization": "none"}) for name, x, options in models)]
   first = None
   print(f"{'model':24} {'perplexity':>10} {'ratio':>8}")
   for name, model, options in rows:
