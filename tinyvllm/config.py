@@ -74,7 +74,7 @@ class Options:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig(Options):
   """Engine options, under vLLM's names."""
-  dtype: str = option("auto", "Activation dtype; auto: float32 on a CPU, else float16", choices=DTYPES)
+  dtype: str = option("auto", "Activations (CPU: weights, cache); auto: float32 on a CPU, else float16", choices=DTYPES)
   max_model_len: int | None = option(None, "Context length in tokens (default: model's)", min=2, max=2**24)
   max_num_seqs: int = option(64, "Maximum running sequences", min=1, max=1024)
   max_num_batched_tokens: int | None = option(None, "Token budget per step (default: 128 to 2048)", min=1, max=16384)

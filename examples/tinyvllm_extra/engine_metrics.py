@@ -5,7 +5,7 @@ from tinyvllm.config import EngineConfig, JsonObject, logger
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler import BlockManager
 
-from .pacing import PacedScheduler
+from .captures import PacedScheduler
 
 CACHE_OPTIONS = "block_size", "enable_prefix_caching", "gpu_memory_utilization", "num_gpu_blocks_override"
 STEP_SIZES = (1, *(2**i for i in range(3, 15)), math.inf)   # upper limits, in tokens

@@ -8,11 +8,11 @@ from tinyvllm.config import InputError, JsonObject, check, logger, option, read_
 from tinyvllm.engine import Engine, Params, Parts, Prompt, Request
 from tinyvllm.request import RequestOutput
 
-from . import engine_metrics, kernels
+from . import captures, engine_metrics, kernels
 from .cache import prefix_cache
 from .formats import hub
 from .formats.checkpoints import open_checkpoint
-from .kernels import drivers, graphs, parallel
+from .kernels import drivers, parallel
 from .models import Embedder, find_model
 from .options import SAMPLING_DEFAULTS, LLMConfig, check_no_lora, document, setup_logging, takes
 from .pooling import embeddings
@@ -41,7 +41,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
   parts = Parts(
     config_class=LLMConfig, make_backend=lambda: kernels.make_backend(),
     open_devices=lambda config: parallel.open_devices(config) if config.tensor_parallel_size > 1 else Devices(),
-    open_checkpoint=lambda path, config: open_checkpoint(path, config.quantization),
+    open_checkpoint=lambda path, config: open_checkpoint(path, config.quantization, config.activation_quantization),
     find_model=lambda hf_config, path, config: find_model(hf_config, path, config.runner),
     params_class=SamplingParams, scheduler_class=engine_metrics.MeteredScheduler, logits=logits.ProcessedLogits(),
     open_proposer=speculation.open_proposer)
@@ -68,6 +68,8 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     check(config.kv_cache_dtype == "auto" or has_layouts,
           f"kv_cache_dtype={config.kv_cache_dtype!r} must be 'auto': the core's Backend has no other one")
     super().__init__(path, backend=backend, **vars(config))
+    # The requested dtype, although a CPU computes in float32
+    self.config = dataclasses.replace(self.config, dtype=getattr(self.backend, "stored_dtype", "") or self.config.dtype)
     self.devices = self.runner.model.devices.names
     self.is_embedder = isinstance(self.runner.model, Embedder)
     check(not (self.is_embedder and self.proposer), "speculative_config must be None for an embedding model")
@@ -120,9 +122,9 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
 
   def capture(self, sizes: list[int] | None = None, optional: bool = False) -> Iterator[str]:
     """Capture greedy and sampled steps, or with `optional` steps with all features, and pad later steps to them. sizes:
-    tokens of a step, powers of two; None: the device's usual ones. See graphs.capture for what it yields."""
-    self.scheduler.sizes = graphs.sizes_to_capture(self, sizes)
-    return graphs.capture(self, self.scheduler.sizes, logits.graph_variants(self.runner.model, optional))
+    tokens of a step, powers of two; None: the device's usual ones. See captures.capture for what it yields."""
+    self.scheduler.sizes = captures.sizes_to_capture(self, sizes)
+    return captures.capture(self, self.scheduler.sizes, logits.graph_variants(self.runner.model, optional))
 
   def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
     """Like Engine's. prompt: also {"messages": [{"role", "content"}], "template": {options of the chat template}}."""

@@ -19,6 +19,7 @@ from tinyvllm.backend import Memory
 from tinyvllm.config import InputError
 from tinyvllm_extra.formats import fit
 from tinyvllm_extra.cli import doctor
+from tinyvllm_extra import host_memory
 from tinyvllm_extra.kernels import FastBackend, drivers
 from tinyvllm_extra.kernels.drivers import RESERVE
 from tinyvllm_extra.models import find_model
@@ -39,8 +40,8 @@ def test_free_memory_is_least_limit_minus_used(monkeypatch, tmp_path, case):
   for name, text in {**CGROUPS["machine"], "proc/self/cgroup": case["cgroup"], **case["files"]}.items():
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text(f"{text}\n")
-  monkeypatch.setattr(drivers, "PROC", tmp_path / "proc")
-  monkeypatch.setattr(drivers, "CGROUPS", tmp_path)
+  monkeypatch.setattr(host_memory, "PROC", tmp_path / "proc")
+  monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
   limit = resource.RLIM_INFINITY if case["rlimit"] is None else case["rlimit"] * GIB
   monkeypatch.setattr(resource, "getrlimit", lambda kind: {resource.RLIMIT_DATA: (limit, limit)}[kind])
   free, total = drivers.host_memory().free, doctor.describe(SimpleNamespace(device="CPU", arch="x"))[1]
@@ -49,7 +50,7 @@ def test_free_memory_is_least_limit_minus_used(monkeypatch, tmp_path, case):
 
 
 def test_free_memory_without_proc_is_free_pages(tmp_path, monkeypatch):
-  monkeypatch.setattr(drivers, "PROC", tmp_path)
+  monkeypatch.setattr(host_memory, "PROC", tmp_path)
   monkeypatch.setattr(Memory, "free", lambda memory, devices: 9 * GIB)
   assert drivers.host_memory().free == 9 * GIB
 

@@ -16,8 +16,9 @@ from tinyvllm.backend import Devices
 from tinyvllm.config import ModelConfig
 from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, allocate_kv_caches
-from tinyvllm_extra.kernels import graphs
-from tinyvllm_extra.kernels.graphs import CAPTURE_THRESHOLD, usual_sizes
+from tinyvllm_extra import captures
+from tinyvllm_extra.captures import usual_sizes
+from tinyvllm_extra.kernels.graphs import CAPTURE_THRESHOLD
 from tinyvllm_extra.kernels import FastBackend
 from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.serving.async_engine import AsyncLLM
@@ -114,7 +115,7 @@ def test_usual_sizes_end_with_the_largest_step(fresh, monkeypatch):
   assert usual_sizes(fresh().runner) == [1, 2, 4, 8, 16, 32]
   assert usual_sizes(fresh(max_num_batched_tokens=20).runner)[-1] == 32
   runner = fresh(max_num_batched_tokens=2048).runner
-  monkeypatch.setattr(graphs, "renderer", lambda: SimpleNamespace(tensor_cores=True))
+  monkeypatch.setattr(captures, "renderer", lambda: SimpleNamespace(tensor_cores=True))
   assert usual_sizes(runner) == [1, 8, 16, 32, 64, 128, 512, 2048]
   monkeypatch.setattr(runner, "max_rows", 256)
   assert usual_sizes(runner) == [1, 8, 16, 32, 64, 128, 256, 512, 2048]
@@ -131,7 +132,7 @@ def test_async_llm_captures_optional_graphs_while_idle(words_folder, monkeypatch
 
 def test_async_llm_runs_requests_while_it_captures(words_folder, monkeypatch):
   """The first step has 8 tokens. While the next one is captured, a prompt of 30 tokens takes steps of at most 8."""
-  monkeypatch.setattr(graphs, "FIRST_SIZE", 8)
+  monkeypatch.setattr(captures, "FIRST_SIZE", 8)
   may_capture = threading.Event()
   capture = LLM.capture
   def capture_later(*args, **options):

@@ -15,7 +15,7 @@ WIDTH = 120       # maximum columns
 TOGETHER = 9100   # maximum lines of core and extension
 # Maximum lines of each room of the extension; C and CUDA sources count
 ROOMS = {"kernels": 2050, "formats": 1150, "models": 750, "sampling": 620, "text": 600, "cache": 220, "pooling": 220,
-         "serving": 1500, "cli": 650, "": 345}
+         "serving": 1500, "cli": 650, "": 460}
 # Of tests and of benchmarks; only ever lower them
 TEST_LINES, BENCHMARK_LINES, FILE_LINES = 13_500, 1_900, 500
 MEAN, DENSEST = 16.5, 19.5   # maximum tokens per line: mean of the package, mean of any file
@@ -47,10 +47,10 @@ def code_tokens(source: str) -> list[tokenize.TokenInfo]:
 
 
 def count(path: Path) -> tuple[int, int]:
-  """Return the numbers of code lines and code tokens. Raises AssertionError for a semicolon or a wide line. Of a CUDA
-  source all lines count except those that are empty or a comment."""
+  """Return the numbers of code lines and code tokens. Raises AssertionError for a semicolon or a wide line. Of a C or
+  CUDA source all lines count except those that are empty or a comment."""
   source = path.read_text()
-  if path.suffix in (".cu", ".cuh"):
+  if path.suffix in (".c", ".cu", ".cuh"):
     assert max(map(len, source.splitlines())) <= WIDTH, f"{path.name} has a line over {WIDTH}"
     return len([line for line in source.splitlines() if line.strip() and not line.strip().startswith("//")]), 0
   tokens = code_tokens(source)
@@ -60,7 +60,7 @@ def count(path: Path) -> tuple[int, int]:
 
 
 def counts(folder: Path) -> dict[str, tuple[int, int]]:
-  files = [path for ending in ("py", "cu", "cuh") for path in sorted(folder.rglob(f"*.{ending}"))]
+  files = [path for ending in ("py", "c", "cu", "cuh") for path in sorted(folder.rglob(f"*.{ending}"))]
   return {str(path.relative_to(folder)): count(path) for path in files}
 
 

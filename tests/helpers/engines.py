@@ -75,8 +75,9 @@ class LogitsRecorder:
 
 
 def check_logits(model: Any, folder: Any, ids: list[int], n: int = 8, atol: float = 1e-4, **options: Any) -> Any:
-  """Check that n greedy ids and their logits equal the reference with the weights in `folder`. Return the engine."""
-  engine = LLM(model, **{**ENGINE, **options})
+  """Check that n greedy ids and their logits equal the reference with the weights in `folder`. Return the engine, which
+  does not quantize activations."""
+  engine = LLM(model, **{**ENGINE, "activation_quantization": "none", **options})
   out, logits = LogitsRecorder(engine).generate(ids, n)
   assert out == reference_greedy(folder, ids, n)
   np.testing.assert_allclose(logits, reference_logits(folder, [*ids, *out])[len(ids) - 1:-1], atol=atol)

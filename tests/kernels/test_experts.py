@@ -13,7 +13,7 @@ from tinygrad.uop.ops import Ops
 
 from tinyvllm import LLM, Backend
 from tinyvllm.config import InputError
-from tinyvllm_extra.kernels.expert_kernels import FastExperts
+from tinyvllm_extra.kernels.matmul import FastExperts
 from tinyvllm_extra.models.storage_order import reorder
 from tinyvllm_extra.models.experts import choose_experts
 from tinyvllm_extra.formats.quantization import E2M1, Quantized, dequantize, quantize

@@ -38,7 +38,8 @@ PROMPTS = [prompt(n, "jobs") for n in (1, 11, 3, 6)]
 def check(model, count, reference=None, prompts=PROMPTS, **options):
   """Check that `count` devices give the reference's greedy ids and log probabilities, and return the engine.
   reference: a float32 model with the same outputs."""
-  llm, reference = LLM(model, **SMALL, **options, tensor_parallel_size=count), reference or model
+  options = {"activation_quantization": "none", **options, "tensor_parallel_size": count}
+  llm, reference = LLM(model, **SMALL, **options), reference or model
   outputs = llm.generate([tokens(ids) for ids in prompts], greedy(8, logprobs=0), use_tqdm=False)
   for ids, output in zip(prompts, outputs, strict=True):
     output_ids = ids_of(output)

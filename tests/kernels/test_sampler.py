@@ -11,7 +11,7 @@ from tinygrad import Tensor, TinyJit, dtypes
 
 from tinyvllm.backend import Sampler, gumbel_noise
 from tinyvllm.request import SAMPLING_FIELDS, SamplerMode
-from tinyvllm_extra.kernels.fast_sampler import FastSampler
+from tinyvllm_extra.kernels.fast_backend import FastSampler
 from tinyvllm_extra.sampling.logits import ADJUSTMENTS, adjust_kernel, apply_bitmask, top_logprobs
 
 ROWS = 128

@@ -60,7 +60,8 @@ def identity(engine: Engine) -> dict[str, str]:
   options = vars(engine.config)   # an LLMConfig's
   layouts = collections.Counter(f"{x.dtype.name} {x.shape[1:]}" for x in cache_tensors(engine))
   values: JsonObject = {
-    "format": FORMAT, "model": fingerprint(engine.path, engine.model_config), "dtype": engine.runner.model.dtype.name,
+    "format": FORMAT, "model": fingerprint(engine.path, engine.model_config),
+    "dtype": getattr(dtypes, options["dtype"]).name, "activation_quantization": options["activation_quantization"],
     "quantization": options["quantization"] if options["quantization"] in ("int8", "int4") else None,
     **{name: options[name] for name in ("kv_cache_dtype", "block_size", "tensor_parallel_size")},
     "parts": ", ".join(f"{count} of {layout}" for layout, count in layouts.items())}

@@ -129,7 +129,10 @@ class FastCheckpoint(TensorSource[T], StoredWeights, llama.Checkpoint):
     return quantize(w, 8 if w.shape[1] % 8 else bits)   # int4 is stored in words of eight
 
   def place(self, module: Module, arrays: Sequence[np.ndarray], dtype: DType | None = None) -> Tensor:
-    """Copy each array to its device, in `dtype` or in its own if `dtype` is wider or None."""
+    """Copy each array to its device, in `dtype` or in its own if `dtype` is wider or None. Matrices in float32 get the
+    backend's dtype for weights, if it has one."""
+    stored_dtype = getattr(self.model.backend, "stored_dtype", "")
+    if dtype == dtypes.float32 and arrays[0].ndim > 1: dtype = getattr(dtypes, stored_dtype, dtype)
     tensors = []
     for array, device in zip(arrays, self.model.devices.names, strict=True):
       tensor = to_device(np.ascontiguousarray(array), dtype, device)

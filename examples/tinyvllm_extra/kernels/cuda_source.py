@@ -1,20 +1,23 @@
-"""Makes kernels of tinygrad from CUDA sources."""
+"""Makes kernels of tinygrad from CUDA sources and, for CPUs, from C sources."""
 import functools, pathlib
 from collections.abc import Callable
 from typing import NamedTuple
 
 from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import AddrSpace
 from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 
 from tinyvllm.backend import renderer
+
+from .cpu import EXP2
 
 TYPES = {dtypes.half: "f16", dtypes.bfloat16: "bf16"}   # PTX's names
 ARGUMENTS = {   # types of operands by name; HAS_... tells a source whether a kernel has the operand
   "out": "char*", "weight": "const char*", "x": "const char*", "partial": "float*", "flags": "u32*",
   "q": "const char*", "keys": "const char*", "values": "const char*", "scales": "const float*", "table": "const int*",
   "logs": "float*", "sinks": "const float*", "tokens": "const int*",
-  "scale": "const u32*", "offset": "const u32*", "bias": "const float*"}
+  "scale": "const u32*", "offset": "const u32*", "bias": "const float*", "row_groups": "const int*", "scratch": "char*"}
 
 
 def speaks_cuda() -> bool:
@@ -26,11 +29,11 @@ class Launch(NamedTuple):
   """A source's macros and the sizes of its launch: work groups in x, y and z, threads per group, and bytes of dynamic
   shared memory."""
   name: str
-  file: str   # is read after tensor_cores.cuh
+  file: str   # is read after tensor_cores.cuh or, if it is a C source, after EXP2
   definitions: dict[str, object]
-  groups: tuple[int, int, int]
-  threads: int
-  shared_bytes: int
+  groups: tuple[int, int, int]   # C: cores, 1, 1
+  threads: int = 1
+  shared_bytes: int = 0
 
 
 @functools.cache
@@ -46,16 +49,18 @@ def run(make: Callable[[dict[str, UOp]], Launch], **tensors: Tensor | None) -> l
 
 def program_of(make: Callable[[dict[str, UOp]], Launch], operands: dict[str, UOp]) -> UOp:
   """Return a kernel whose source is still to be compiled."""
-  launch = make(operands)
+  launch, slots = make(operands), tuple(range(len(operands)))
   name = f"{launch.name}_smem{launch.shared_bytes}"   # see use_dynamic_shared_memory
+  is_c, last_core = launch.file.endswith(".c"), launch.groups[0] - 1
+  core = UOp.param(len(slots), dtypes.int, (), vmin_vmax=(0, last_core), name="core_id", addrspace=AddrSpace.ALU)
   definitions = {
     "NAME": name, "ARGUMENTS": ", ".join(f"{ARGUMENTS[x]} {x}" for x in operands),
     "OMITTED": " ".join(f"{kind} {x} = 0;" for x, kind in ARGUMENTS.items() if x not in operands),
     **{f"HAS_{x.upper()}": int(x in operands) for x in ARGUMENTS}, **launch.definitions}
   macros = [f"#define {key} {value}" for key, value in definitions.items()]
-  source = "\n".join([*macros, read("tensor_cores.cuh"), read(launch.file)])
-  slots = tuple(range(len(operands)))
+  source = "\n".join([*macros, EXP2 if is_c else read("tensor_cores.cuh"), read(launch.file)])
   written = tuple(i for i, x in enumerate(operands) if not ARGUMENTS[x].startswith("const"))
   arguments = UOp(Ops.LINEAR, src=tuple(x.base for x in operands.values()))
-  info = ProgramInfo(name, launch.groups, (launch.threads, 1, 1), (), slots, written, slots[1:], renderer().target)
+  info = ProgramInfo(name, launch.groups, (launch.threads, 1, 1), (core,) if is_c else (), slots, written, slots[1:],
+                     renderer().target)
   return UOp(Ops.PROGRAM, src=(UOp(Ops.SINK, arg=KernelInfo(name)), arguments, UOp(Ops.SOURCE, arg=source)), arg=info)

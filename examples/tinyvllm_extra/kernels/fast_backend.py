@@ -1,15 +1,43 @@
 """The backend that is faster than the core's: attention and matrix kernels with a fixed schedule for CPUs, GPUs and
 NVIDIA tensor cores; layers traced once; lowered kernels cached on disk."""
+import math
+from collections.abc import Callable
 from typing import Any
 
-from tinygrad import Device, Tensor, dtypes
+from tinygrad import Device, Tensor, dtypes, function
+from tinygrad.dtype import DType
 
-from tinyvllm.backend import renderer
+from tinyvllm.backend import Sampler, cpu_cores, renderer
 from tinyvllm.config import ModelConfig
 from tinyvllm_extra.models.experts import MixtureBackend
 from tinyvllm_extra.models.layers import VariantConfig
+from tinyvllm_extra.options import LLMConfig
 
-from . import cuda_source, drivers, expert_kernels, fast_sampler, graphs, layer_calls, many_rows, matmul, tensor_cores
+from . import cuda_source, drivers, graphs, layer_calls, many_rows, matmul, tensor_cores
+
+
+class FastSampler(Sampler):
+  def reduce(self, function: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """Return a sum or maximum over V of (S, V, ...): (S, 1, ...), in two steps to keep a GPU busy with few rows."""
+    size = int(x.shape[1])
+    common = math.gcd(size, 1 if cpu_cores() else 256)
+    columns = common * max(n for n in (1, 2, 3, 4) if size // common % n == 0)
+    partial = function(x.unflatten(1, (-1, columns)), 1).contiguous()   # (S, columns, ...)
+    return function(partial, 1, keepdim=True).contiguous()
+
+  def keep_top(self, p: Tensor, weights: Tensor, target: Tensor) -> Tensor:
+    """Like Sampler's, but with two bits of the threshold per round: 15 sums of three values each."""
+    threshold = target.const_like(1 << 28).cast(dtypes.int32).contiguous()   # the bits of 1.0 are below 2**30
+
+    @function(precompile=True)   # scheduled once for all rounds
+    def narrow(threshold: Tensor, p: Tensor, weights: Tensor, target: Tensor) -> Tensor:
+      step = threshold & -threshold   # the lowest set bit, so that every round runs the same few kernels
+      candidates = (threshold + step * Tensor.arange(3)).unsqueeze(1)   # (S, 1, 3)
+      above = (p.bitcast(dtypes.int32).unsqueeze(2) >= candidates).where(weights.unsqueeze(2), 0.0)   # (S, V, 3)
+      count = (self.reduce(Tensor.sum, above) >= target.unsqueeze(1)).sum(2)   # (S, 1)
+      return (threshold + step * (count - 1) + step // 4).contiguous()
+    for _ in range(15): threshold = narrow(threshold, p, weights, target.contiguous())
+    return (p >= threshold.bitcast(dtypes.float32)).where(p, 0.0)
 
 
 class FastBackend(MixtureBackend):
@@ -17,10 +45,10 @@ class FastBackend(MixtureBackend):
   Linear = matmul.FastLinear
   GateUp = matmul.FastGateUp
   Norm = matmul.FastNorm
-  Experts = expert_kernels.FastExperts
-  sampler = fast_sampler.FastSampler()
+  Experts = matmul.FastExperts
+  sampler = FastSampler()
   memory = drivers.DriverMemory()
-  kv_layout = staticmethod(tensor_cores.kv_layout)
+  stored_dtype = ""   # of weights and KV cache, if it is not the dtype of activations
   attend = staticmethod(tensor_cores.attend)
 
   # Tensor cores need many rows; PacedScheduler takes fewer while sequences decode
@@ -36,10 +64,17 @@ class FastBackend(MixtureBackend):
     try: return layer_calls.run_layers(layers, x, delta, caches, ropes, tokens, block_tables)
     finally: many_rows.current.reset(reset)
 
+  def kv_layout(self, model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
+    return tensor_cores.kv_layout(model, config, getattr(dtypes, self.stored_dtype, dtype))
+
   def pick_dtype(self, name: str, model: ModelConfig | None = None) -> str:
-    """Like the core's. A model that overflows float16 gets bfloat16 or, if the device lacks it, float32."""
+    """Like the core's. A model that overflows float16 gets bfloat16 or, if the device lacks it, float32. A CPU stores
+    weights and KV cache in float16 or bfloat16, and computes in float32, which is faster."""
     if isinstance(model, VariantConfig) and model.overflows_float16:
       has_bfloat16 = dtypes.bfloat16 in renderer().supported_dtypes()
       if name == "auto" and Device.DEFAULT != "CPU": name = "bfloat16"
       if name == "bfloat16" and not has_bfloat16: name = "float32"
-    return super().pick_dtype(name, model)
+      if name in ("float16", "half"): return name   # the model refuses it
+    picked = super().pick_dtype(name, model)
+    self.stored_dtype = picked if cpu_cores() and getattr(dtypes, picked) != dtypes.float32 else ""
+    return "float32" if self.stored_dtype else picked

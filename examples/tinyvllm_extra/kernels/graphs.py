@@ -1,25 +1,18 @@
-"""Chooses the graph that a step runs with: its own shape, or a larger one that is captured. Captures graphs at startup,
-so that no request waits for a capture."""
-import collections, dataclasses, gc, itertools, logging, operator, time
-from collections.abc import Iterator, Sequence
+"""Chooses the graph that a step runs with: its own shape, or a larger one that is captured (captures.py)."""
+import collections, logging, operator, time
 from typing import Any
 
 from tinygrad import Device
 
 from tinyvllm import backend
-from tinyvllm.backend import exclusive, renderer
-from tinyvllm.config import check, logger
-from tinyvllm.engine import Engine
-from tinyvllm.request import SamplerMode
-from tinyvllm.runner import GraphKey, Runner, build_step, next_power_of_two
+from tinyvllm.config import logger
+from tinyvllm.runner import GraphKey, Runner
 
 from .step_cache import restore
 from .tinygrad_patches import num_compiled
 
 PROMPT = 128   # least limit of a step with prompts, in tokens
 CAPTURE_THRESHOLD = 16   # requests for a graph shape before it gets its own capture
-FIRST_SIZE = 32   # minimum tokens of the step that is captured first, which runs short prompts and decodes
-Variant = tuple[SamplerMode, object]   # a graph's sampler, and its LogitsPlan or None
 
 
 def sizes_of(key: GraphKey) -> tuple[int, ...]:
@@ -72,48 +65,3 @@ class FewGraphs(backend.Graphs):
       logger.log(level, f"captured a step of {key.num_tokens} tokens in {time.perf_counter() - start_time:.1f} s, "
                  f"{num_compiled() - num_kernels} new kernels")
     return results
-
-
-def usual_sizes(runner: Runner) -> list[int]:
-  """Return the step sizes in tokens to capture on this device. Tensor cores compute 8 tokens in the time of 2. Steps
-  with more tokens than sequences have prompts, which PacedScheduler splits by size."""
-  largest = next_power_of_two(runner.config.max_num_batched_tokens or 0)   # the engine has set it
-  sizes = [1 << i for i in range(largest.bit_length())]
-  if not renderer().tensor_cores: return sizes
-  return [size for size in sizes if size in (1, PROMPT, 4 * PROMPT, largest) or 8 <= size <= max(64, runner.max_rows)]
-
-
-def sizes_to_capture(engine: Engine, sizes: list[int] | None) -> list[int]:
-  """Return the step sizes in tokens to capture, sorted: none in eager mode, else `sizes`, powers of two, or the
-  device's usual ones."""
-  are_powers = all(x > 0 and x.bit_count() == 1 for x in sizes or ())
-  check(are_powers, f"cudagraph_capture_sizes={sizes} must be powers of two")
-  return [] if engine.config.enforce_eager else sorted(sizes or usual_sizes(engine.runner))
-
-
-def capture(engine: Engine, sizes: list[int], variants: Sequence[Variant]) -> Iterator[str]:
-  """Capture a step of each size and variant, and pad later steps to them. Before each capture, yields its progress, or
-  "" once the captured graphs can run all steps. Then another thread may run steps, which have fewer tokens until all
-  sizes are captured."""
-  started = time.perf_counter()
-  num_kernels = num_compiled()
-  if isinstance(engine.backend.graphs, FewGraphs): engine.backend.graphs.capture_sizes = sizes
-  first = min([size for size in sizes if size >= FIRST_SIZE], default=max(sizes, default=0))
-  keys = [GraphKey(size, min(size, engine.runner.max_rows), *variant) for size in sizes for variant in variants]
-  keys.sort(key=lambda key: (key.num_tokens != first, min(key.num_tokens, 2), [-x for x in sizes_of(key)[2:]]))
-  steps = [*itertools.product(keys, engine.runners)]
-  # Steps of several devices wait for each other in launch order, which a second thread would change
-  num_needed = len(engine.runners) if len(engine.runner.model.devices.names) == 1 else len(steps)
-  budget = engine.config.max_num_batched_tokens or 0   # the engine has set it
-  try:
-    for i, (key, runner) in enumerate(steps):
-      yield f"preparing {i + 1} of {len(steps)}" if i < num_needed else ""
-      with exclusive: runner.launch(build_step({}, runner, key))()
-      largest = max(graph.num_tokens for graph in [*engine.runner.graphs])
-      engine.scheduler.config = dataclasses.replace(engine.config, max_num_batched_tokens=min(budget, largest))
-      gc.freeze()   # else each collection would take longer, and delay steps
-  finally:
-    engine.scheduler.config = engine.config
-    gc.unfreeze()
-  logger.info(f"captured {len(steps)} steps in {time.perf_counter() - started:.1f} s, "
-              f"{num_compiled() - num_kernels} new kernels")

@@ -7,18 +7,21 @@ from math import gcd
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes, helpers
 from tinygrad.dtype import AddrSpace, DType
+from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.uop.ops import AxisType, Ops
 
 from tinyvllm import backend
 from tinyvllm.backend import cpu_cores, renderer
 from tinyvllm.llama import Checkpoint
+from tinyvllm_extra.models.experts import group_by_expert
 from tinyvllm_extra.models.quantized import Matrix, UNQUANTIZED, Quantized, half_of
-from tinyvllm_extra.models.storage_order import STORED, pack_numbers, prepare_scales, reorder, scales_shape
+from tinyvllm_extra.models.storage_order import STORED, pack_numbers, pack_words, prepare_scales, reorder, scales_shape
 from tinyvllm_extra.models.stored_weights import stored_weights
 
-from . import many_rows
+from . import cuda_source, many_rows
 from .buffers import new
 from .cpu import cpu_sums
+from .cuda_source import Launch
 from .schedule import (Operands, Routes, add_up, axes, axis, divisor, end, fold, kernel_of, lane_axis, shared_by,
                        unrolled)
 from .shards import local_ids, partial_sums
@@ -52,6 +55,7 @@ class FastLinear(backend.Linear):
   number_format = UNQUANTIZED
   order: Tensor | None = None   # (in,) int32: input of each column of W, if permuted (GPTQ)
   flags: Tensor | None = None   # see many_rows.new_flags
+  has_8bit_inputs = False   # products use linear_8bit.c
 
   def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType, axis: int = 0):
     super().__init__(in_features, sources, bias, dtype, axis)
@@ -67,19 +71,24 @@ class FastLinear(backend.Linear):
     """Read W and the bias, one shard per device, into their stored layout."""
     weights = stored_weights(checkpoint)
     if self.bias is not None: self.bias.replace(weights.place(self, weights.vectors(self, "bias"), self.bias.dtype))
-    self.store(weights.matrices(self), functools.partial(weights.place, self))
+    self.store(weights.matrices(self), functools.partial(weights.place, self), weights.has_8bit_inputs)
 
-  def store(self, shards: Sequence[Matrix], place: Callable[..., Tensor]) -> None:
-    """Store W. shards: one per device. place: StoredWeights.place of this module."""
+  def store(self, shards: Sequence[Matrix], place: Callable[..., Tensor], has_8bit_inputs: bool = False) -> None:
+    """Store W. shards: one per device. place: StoredWeights.place of this module. has_8bit_inputs: quantize x to int8
+    if the device supports it for this W."""
     if plain := [reorder(self.ordered(w), self.weight.max_shape) for w in shards if isinstance(w, np.ndarray)]:
       self.weight.replace(place(plain, self.weight.dtype))
-    elif quantized := [w for w in shards if isinstance(w, Quantized)]: self.store_quantized(quantized, place)
+    elif quantized := [w for w in shards if isinstance(w, Quantized)]:
+      self.has_8bit_inputs = has_8bit_inputs and supports_8bit(self.weight.max_shape, quantized[0])
+      self.store_quantized(quantized, place)
     self.flags = many_rows.new_flags(self.weight.device)
 
   def store_quantized(self, quantized: list[Quantized], place: Callable[..., Tensor]) -> None:
     shape, dtype = self.weight.max_shape, self.weight.dtype
     self.number_format = quantized[0].number_format
-    self.weight = place([pack_numbers(self.ordered(w.q), shape) for w in quantized])
+    self.weight = place([pack_words(w.q) if self.has_8bit_inputs else pack_numbers(self.ordered(w.q), shape)
+                         for w in quantized])
+    if self.has_8bit_inputs and self.bias is not None: self.bias = self.bias.float().contiguous().realize()
     scales = {"scale": [prepare_scales(w, dtype) for w in quantized],
               "offset": [w.offset for w in quantized if w.offset is not None]}
     self.scales = {name: place([reorder(self.ordered(x), scales_shape(shape, x.shape[1])) for x in arrays])
@@ -96,10 +105,15 @@ class FastLinear(backend.Linear):
   def multiply(self, out: Tensor, x: Tensor, row_groups: Tensor | None = None, activation: str = "") -> Tensor:
     """Return `out` with the products. See Operands."""
     if self.order is not None: x = x[:, self.order].contiguous()
+    tensors = {"x": x, "weight": self.weight, **self.scales, "bias": self.bias, "row_groups": row_groups}
+    if self.has_8bit_inputs:
+      rows = block_rows(*x.max_shape) if row_groups is None else max(1, row_groups.max_shape[1] - 1)
+      scratch = new(x, cpu_cores() * rows * 2 * x.max_shape[1], dtype=dtypes.uint8)   # q, scales and sums of x
+      launch = functools.partial(launch_8bit, bits=self.number_format.bits, rows=rows, activation=activation)
+      return cuda_source.run(launch, out=out, scratch=scratch, **tensors)[0]
     kernel: Callable[[Operands], UOp] = linear_kernel if self.weight.ndim == 3 else tensor_core_linear_kernel
     if row_groups is None and (tiles := many_rows.choose_tiles(self, x)):
       return many_rows.multiply(self, out, x, tiles, activation)
-    tensors = {"x": x, "weight": self.weight, **self.scales, "bias": self.bias, "row_groups": row_groups}
     inputs = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     def run(out: UOp, *uops: UOp) -> UOp:
       named = dict(zip(inputs, uops, strict=True))
@@ -117,8 +131,62 @@ class FastGateUp(backend.GateUp, FastLinear):
     return w if self.weight.ndim == 3 else w.reshape(2, -1, 8, w.shape[1]).swapaxes(0, 1)   # a view
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
-    if self.weight.ndim == 3: return super().__call__(x, dtype)
+    has_tiles = self.weight.ndim > 3 or self.has_8bit_inputs and self.out_features % 32 == 0
+    if not has_tiles: return super().__call__(x, dtype)
     return self.multiply(new(x, x.shape[0], self.out_features // 2, dtype=dtype), x, activation=self.activation)
+
+
+class FastExperts(FastLinear):
+  """Matrices of several experts, stacked in one W in stored layout. sources: the first expert's, the second's, ..."""
+  def __init__(self, num_experts: int, in_features: int, sources: dict[str, int], bias: bool, dtype: DType):
+    super().__init__(in_features, sources, bias, dtype)
+    self.num_experts = num_experts
+    tiles, *tile = stored_shape(self.out_features // num_experts, in_features, dtype)
+    self.weight = Tensor.empty(num_experts * tiles, *tile, dtype=dtype)
+
+  def group_rows(self, ids: Tensor) -> Tensor:
+    """Return row_groups for kernels (see schedule.Routes), sorted by expert. ids: (T, k) int32, experts of each token.
+    With few tokens, each row has its own group."""
+    experts = ids.flatten()                                             # (P,)
+    num_pairs, count = experts.max_shape[0], self.num_experts
+    if num_pairs <= count: return experts.reshape(-1, 1).contiguous()
+    rows = cpu_sums() if cpu_cores() else (8, 32)[num_pairs > 16 * count]   # few or many rows of each expert
+    return group_by_expert(experts, count, rows)
+
+  def route(self, x: Tensor, row_groups: Tensor, count: int) -> Tensor:
+    """Return the products, (count, out), of x with the experts of its groups. x: (R, in), each row for count / R."""
+    out = Tensor.invalids(count * self.out_features // self.num_experts, dtype=x.dtype).reshape(count, -1)
+    return self.multiply(out, x, row_groups)
+
+
+# Number of inputs that share a scale of x in int8, for W with this number of groups
+def x_group(in_features: int, groups: int) -> int: return gcd(32, in_features // groups)
+
+
+# Rows of x that a core quantizes at a time: they fit its cache
+def block_rows(rows: int, in_features: int) -> int: return min(rows, 64, max(8, 2**18 // in_features))
+
+
+def supports_8bit(shape: tuple[int, ...], w: Quantized) -> bool:
+  """Return whether W, with this stored shape for floats, can be multiplied by x in int8: on a CPU, with clang."""
+  is_tiled = shape[2:] == (16,) and x_group(w.q.shape[1], w.scale.shape[1]) % 8 == 0
+  return is_tiled and not w.number_format.is_float and isinstance(renderer(), ClangRenderer)
+
+
+def launch_8bit(operands: dict[str, UOp], bits: int, rows: int, activation: str) -> Launch:
+  """Return the launch of linear_8bit.c. bits: of W. rows: in a block."""
+  shapes = {name: x.max_shape for name, x in operands.items()}
+  (T, K), (tiles, groups, _), (num_rows, width) = shapes["x"], shapes["scale"], shapes["out"]
+  blocks, row_group = shapes.get("row_groups", (-(-T // rows), 0))
+  N = width if row_group else tiles * 16   # outputs of an expert
+  cores = cpu_cores() if num_rows * K * N > 2**17 else 1
+  row_parts = 1 if row_group else gcd(blocks, cores)
+  return Launch(f"linear_8bit_{T}_{K}_{N}", "linear_8bit.c", {
+    "T": T, "K": K, "N": N, "WIDTH": width, "EXPERTS": tiles * 16 // N, "BITS": bits, "GROUPS": groups,
+    "X_GROUP": x_group(K, groups), "ROWS_OUT": num_rows, "BLOCK_ROWS": rows, "BLOCKS": blocks, "ROW_GROUP": row_group,
+    "SCALE": operands["scale"].dtype.name, "OFFSET": operands.get("offset", operands["scale"]).dtype.name,
+    "ROW_PARTS": row_parts, "OUTPUT_PARTS": cores // row_parts, "IS_GATED": int(bool(activation)), "half": "_Float16",
+    "ACTIVATED(x)": many_rows.ACTIVATIONS[activation], "__expf(x)": "tv_exp2((x) * 1.44269504f)"}, (cores, 1, 1))
 
 
 def rows_kernel(out: UOp, ids: UOp, weight: UOp) -> UOp:
@@ -308,4 +376,5 @@ class FastNorm(backend.Norm):
     sums = sums.after(end(sums[lane].store(fold(x * x))))
     register, column = own(AxisType.LOOP, AxisType.UPCAST, 6)
     value = values[register] * (fold(sums[unrolled(lanes, 32, 4)]) / K + self.eps).rsqrt() * weight[column].float()
-    return kernel_of("rms_norm", store(out, value, t, column), ())
+    # Less work is finished before another core has started
+    return kernel_of("rms_norm", store(out, value, t, column), shared_by(divisor(T, cpu_cores() * (T * K > 8192))))

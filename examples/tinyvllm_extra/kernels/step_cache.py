@@ -21,7 +21,7 @@ PACKAGES = {"tinyvllm", "tinyvllm_extra", "tinygrad", "builtins", "collections",
 def source_hash() -> str:
   """Return a hash of all code of tinyvllm."""
   core, extension = pathlib.Path(tinyvllm.__file__).parent, pathlib.Path(__file__).parents[1]
-  files = sorted([*core.rglob("*.py"), *extension.rglob("*.py"), *extension.rglob("*.cu*")])
+  files = sorted([*core.rglob("*.py"), *extension.rglob("*.py"), *extension.rglob("*.cu*"), *extension.rglob("*.c")])
   return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

@@ -27,7 +27,7 @@ class MixtureConfig(VariantConfig):
 
 
 class MixtureBackend(Backend):
-  """A Backend with a module for the matrices of several experts: see kernels/expert_kernels.py."""
+  """A Backend with a module for the matrices of several experts: see FastExperts."""
   Experts: type[Any]
 
 

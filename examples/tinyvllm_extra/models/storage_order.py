@@ -45,3 +45,13 @@ def prepare_scales(w: Quantized, dtype: DType) -> np.ndarray:
   if not w.number_format.is_float: return w.scale
   scale = w.scale.astype(np.float32) * w.number_format.factor
   return narrow(scale, w.q.dtype == E2M1) if dtype == dtypes.half else scale
+
+
+def pack_words(q: np.ndarray) -> np.ndarray:
+  """Pack q of a quantized W, (out, in), int8 or int4, for linear_8bit.c: (out / 16, inputs, 16) words of unsigned
+  numbers. A word holds 4 inputs, 128 added, or 8 inputs in int4, the first 4 in the lower halves of its bytes."""
+  number_format = NUMBER_FORMATS[q.dtype]
+  octets: np.ndarray = q.view(np.uint8) ^ np.uint8(number_format.zero_point)
+  numbers: np.ndarray = octets.reshape(len(q) // 16, 16, -1, 32 // number_format.bits).swapaxes(1, 2)
+  if q.dtype == np.uint8: numbers = numbers[..., :4] | numbers[..., 4:] << 4
+  return np.ascontiguousarray(numbers).view(np.uint32)[..., 0]

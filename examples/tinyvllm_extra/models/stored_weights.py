@@ -15,7 +15,8 @@ class StoredWeights:
   """The methods of a checkpoint that a module's `load` calls. Each list has one array, or Quantized, per device.
 
   vectors: a norm's weight or a bias, (out,). matrices: W, (out, in). place: copy the arrays to their devices, in
-  `dtype`, or in their own dtype if it is None."""
+  `dtype`, or in their own dtype if it is None. has_8bit_inputs: whether to quantize inputs of a quantized W, too."""
+  has_8bit_inputs = False
   def vectors(self, module: Module, suffix: str) -> list[np.ndarray]: raise NotImplementedError
   def matrices(self, module: Linear) -> Sequence[Matrix]: raise NotImplementedError
   def place(self, module: Module, arrays: Sequence[np.ndarray], dtype: DType | None = None) -> Tensor:

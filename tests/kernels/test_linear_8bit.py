@@ -1,0 +1,94 @@
+"""Products with int8 x (linear_8bit.c) compared with numpy, with each instruction set that this CPU has."""
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.engines import ENGINE, greedy, ids_of, prompt, tokens
+from helpers.kernels import on_device
+from helpers.models import tiny_model
+from tinygrad import Tensor, codegen, dtypes
+from tinygrad.renderer.cstyle import ClangRenderer
+
+from tinyvllm import LLM
+from tinyvllm.backend import renderer
+from tinyvllm_extra.formats.quantization import Quantized, dequantize
+from tinyvllm_extra.kernels.matmul import FastExperts, FastGateUp, FastLinear
+
+pytestmark = pytest.mark.skipif(not isinstance(renderer(), ClangRenderer), reason="other devices do not compile C")
+# A CPU with each set of instructions, and its flag in /proc/cpuinfo. ivybridge runs the portable form
+CPUS = {"native": "", "icelake-server": "avx512_vnni", "alderlake": "avx_vnni", "haswell": "avx2", "ivybridge": "f16c"}
+INFO = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+K, ROWS = 192, 70   # inputs, rows of x
+
+
+def make_layer(layer: FastLinear, kind: str, group: int) -> Quantized:
+  """Store a random W in the layer, and return it. kind: int8 or int4, then + and the dtype of offsets."""
+  rng, rows = np.random.default_rng(1), layer.out_features
+  q = rng.integers(-127, 128, (rows, K), np.int8) if "8" in kind else rng.integers(0, 16, (rows, K), np.uint8)
+  scale, offset = rng.random((2, rows, K // group)).astype(np.float16 if group < K else np.float32)
+  w = Quantized(q, scale, offset.astype(kind[-1]) if "+" in kind else None, np.arange(K))
+  if layer.bias is not None: layer.bias = on_device(np.linspace(-9, 9, rows, dtype=np.float32))
+  layer.store([w], lambda arrays, dtype=None: on_device(*arrays), True)
+  assert layer.has_8bit_inputs
+  return w
+
+
+def random_x(rows: int) -> np.ndarray:
+  x = np.random.default_rng(2).standard_normal((rows, K), np.float32) / 100
+  x[0, :32] = 0
+  return x
+
+
+def multiply(layer: FastLinear, w: Quantized, x: np.ndarray) -> np.ndarray:
+  """Quantize x as the kernel does, to the same integers and float32 scales, and multiply in float64."""
+  groups = x.reshape(len(x), -1, np.gcd(32, K // w.scale.shape[1]))
+  largest = np.abs(groups).max(-1, keepdims=True)
+  factor = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+  quantized = np.rint(groups * factor) * (largest / np.float32(127)).astype(np.float64)
+  both = quantized.reshape(x.shape) @ dequantize(w, np.float64).T + (0 if layer.bias is None else layer.bias.numpy())
+  if not isinstance(layer, FastGateUp): return both
+  gate, up = np.split(both, 2, 1)
+  if layer.activation == "silu": return gate / (1 + np.exp(-gate)) * up
+  return gate * (0.5 + 0.5 * np.tanh(0.79788456 * (gate + 0.044715 * gate**3))) * up
+
+
+def check(output: np.ndarray, expected: np.ndarray) -> None:
+  """The sums of a group are exact: only the sum over groups is rounded."""
+  np.testing.assert_allclose(output, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("cpu", [name for name, flag in CPUS.items() if not flag or re.search(rf"\b{flag}\b", INFO)])
+@pytest.mark.parametrize(("kind", "group", "activation"), [
+  ("int8", 32, ""), ("int8+f", 64, ""), ("int4+e", 16, ""), ("int4", K, ""), ("int8", 8, ""), ("int4+f", 32, "silu"),
+  ("int8", 64, "gelu")])
+def test_products_equal_numpy_and_do_not_depend_on_batch(monkeypatch, cpu, kind, group, activation):
+  monkeypatch.setattr(codegen, "to_program_cache", {})
+  if cpu != "native": monkeypatch.setattr(renderer().compiler, "args", [f"-march={cpu}"])
+  layer = (FastGateUp if activation else FastLinear)(K, {"w": 160 if activation else 80}, True, dtypes.float32)
+  if isinstance(layer, FastGateUp): layer.activation = activation
+  w = make_layer(layer, kind, group)
+  outputs = {rows: layer(on_device(random_x(ROWS)[:rows])).numpy() for rows in (1, 2, 7, ROWS)}
+  check(outputs[ROWS], multiply(layer, w, random_x(ROWS)))
+  for rows, output in outputs.items(): np.testing.assert_array_equal(output, outputs[ROWS][:rows])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_experts_equal_numpy(num_tokens):
+  """With few tokens, each row has its own group."""
+  layer, x, count = FastExperts(4, K, {"w": 4 * 48}, False, dtypes.float32), random_x(num_tokens), 4
+  w = make_layer(layer, "int8", 32)
+  ids = np.random.default_rng(1).permuted(np.tile(np.arange(count, dtype=np.int32), (num_tokens, 1)), axis=1)[:, :2]
+  output = layer.route(on_device(x), layer.group_rows(Tensor(ids)), ids.size).numpy()
+  of_experts = multiply(layer, w, x).reshape(num_tokens, count, -1)
+  check(output, np.take_along_axis(of_experts, ids[:, :, None], 1).reshape(ids.size, -1))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_engine_outputs_do_not_depend_on_batch_or_chunks(tmp_path, quantization):
+  folder = tiny_model(tmp_path, hidden_size=64, intermediate_size=96)
+  whole, chunked = [LLM(folder, **ENGINE | {"max_num_batched_tokens": n}, quantization=quantization) for n in (64, 6)]
+  assert all(layer.down_proj.has_8bit_inputs for layer in whole.runner.model.layers)
+  prompts = [tokens(prompt(n)) for n in (3, 17, 9)]
+  def generate(llm, batch): return [*map(ids_of, llm.generate(batch, greedy(8), use_tqdm=False))]
+  assert [generate(whole, [x])[0] for x in prompts] == generate(chunked, prompts) == generate(whole, prompts)
