@@ -24,8 +24,7 @@ from tinyvllm import LLM, InputError
 from tinyvllm.backend import Backend
 from tinyvllm_extra import kernels
 from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear
-from tinyvllm_extra.formats.quantization import (COMPRESSED, Quantized, dequantize, describe, find_layouts, quantize,
-                                                 read_matrix)
+from tinyvllm_extra.formats.quantization import Quantized, dequantize, describe, find_layouts, quantize, read_matrix
 from tinyvllm_extra.formats.checkpoints import open_checkpoint
 
 PROMPT = [5, 17, 99, 250, 31]
@@ -94,7 +93,8 @@ def test_bfloat16_scales_equal_dequantized_model():
   """Many compressed-tensors models have scales in bfloat16."""
   q, scale = np.arange(16, dtype=np.int8).reshape(2, 8), np.array([[0x3f80], [0x4020]], np.uint16)   # 1.0, 2.5
   tensors = {"x.weight": q, "x.weight_scale": scale}
-  source: Any = SimpleNamespace(unread=tensors, layouts=COMPRESSED, quantization_config={},
+  layouts = find_layouts({"quant_method": "compressed-tensors", "bits": 4})
+  source: Any = SimpleNamespace(unread=tensors, layouts=layouts, quantization_config={},
                                 array=lambda name, *shape: tensors[name].reshape(shape))
   w = read_matrix(source, "x", q.shape)
   np.testing.assert_array_equal(dequantize(w, np.float32), q * np.array([[1.0], [2.5]]))

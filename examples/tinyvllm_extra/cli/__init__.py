@@ -20,9 +20,10 @@ from tinyvllm_extra.packages import MissingPackage, optional
 from tinyvllm_extra.sampling.params import SamplingParams
 from tinyvllm_extra.serving.server_config import ServerConfig
 
-from .flags import BenchConfig, CommandParser, add_flags, parse_flags
+from .flags import FLAGS, BenchConfig, CommandParser, add_flags, parse_flags
 
 FAILURES = (ValueError, MissingPackage, RuntimeError, subprocess.CalledProcessError)   # printed in one line
+OPTIONS = {x.__name__: x for x in (LLMConfig, SamplingParams, ServerConfig, BenchConfig)}
 
 
 def make_parser(argv: list[str]) -> CommandParser:
@@ -33,36 +34,17 @@ def make_parser(argv: list[str]) -> CommandParser:
   commands = parser.add_subparsers(title="commands", metavar="COMMAND")
   parser.commands = commands.choices
 
-  def add(name: str, text: str, module: str, extra: str = "hf", words: str = "", *options: type) -> CommandParser:
-    usage = f"tinyvllm {name} {words} [options]" if words else None
-    command = commands.add_parser(name, help=text, description=f"{text}.", usage=usage,
-                                  aliases=["chat"] if name == "run" else [])
-    command.set_defaults(module=f"tinyvllm_extra.cli.{module}", extra=extra, root=parser)
-    if options: add_flags(command, words, argv, *options)
-    return command
-
-  for name, text, words in (("run", "Chat, or answer one PROMPT (-: stdin)", "[MODEL [PROMPT]]"),
-                            ("generate", "Complete a PROMPT (-: stdin)", "PROMPT")):
-    command = add(name, text, "chat", "hf", words, LLMConfig, SamplingParams)
-    if name == "run": command.add_argument("--verbose", action="store_true", help="Print token rates (default: off)")
-    server = command.add_argument_group("Server")
-    command.add_variable("url", "URL of a running server (default: run here)", server, metavar="URL")
-    command.add_variable("api_key", "API key for that server (default: none)", server, metavar="STR")
-    command.add_variable("prompt", "The prompt, instead of a word (default: none)", metavar="STR")
-  add("serve", "Serve the OpenAI API over HTTP", "serve", "server", "[MODEL]", LLMConfig, ServerConfig)
-  add("bench", "Measure speed; MODE: throughput, serve", "bench", "hf", "[MODE] [MODEL]", LLMConfig, BenchConfig)
-  for name, text, words in (("pull", "Download a model and print its path", "MODEL"),
-                            ("list", "List downloaded models", ""), ("rm", "Delete downloaded models", "MODEL...")):
-    command = add(name, text, "downloads")
-    command.add_argument("--download-dir", help="Folder for downloads (default: the hub's cache)", metavar="DIR")
-    if words: command.add_argument("names", nargs="+" if name == "rm" else 1, metavar="MODEL", help="ORG/NAME[:TYPE]")
-  command = add("doctor", "Test the devices of this machine", "doctor", "cpu")
-  command.add_argument("--model", default=None, help="Also check if this folder or GGUF file fits (default: none)")
-  command.add_argument("--seconds", type=float, default=1.0, help="Seconds per bandwidth test (default: 1)")
-  command.add_argument("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto", help="KV cache's dtype")
-  command.add_argument("--json", action="store_true", default=False, help="Print the report as JSON (default: text)")
-  command = add("completion", "Print a script that completes flags in a shell", "completion", "completion")
-  command.add_argument("shell", choices=("bash", "zsh", "fish"), help="Name of the shell")
+  for name, row in FLAGS["commands"].items():
+    words = row.get("words", "")
+    command = commands.add_parser(name, help=row["text"], description=f"{row['text']}.", aliases=row.get("aliases", []),
+                                  usage=f"tinyvllm {name} {words} [options]" if words else None)
+    command.set_defaults(module=f"tinyvllm_extra.cli.{row['module']}", extra=row.get("extra", "hf"), root=parser)
+    if words: add_flags(command, words, argv, *[OPTIONS[x] for x in row["options"]])
+    for flag, form in row.get("arguments", {}).items():
+      command.add_argument(flag, **form | ({"type": float} if type(form.get("default")) is float else {}))
+    for title, variables in row.get("variables", {}).items():
+      group = command.add_argument_group(title) if title else None
+      for variable, form in variables.items(): command.add_variable(variable, group=group, **form)
   return parser
 
 

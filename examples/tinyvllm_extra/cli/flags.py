@@ -9,8 +9,8 @@ from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.packages import optional
 from tinyvllm_extra.vllm_options import NO_EFFECT, TABLE
 
-# Groups of --help (only --help-all shows other flags), llama.cpp's letters, units of integers, and values of a bool's
-# environment variable
+# Groups of --help (only --help-all shows other flags), llama.cpp's letters, units of integers, values of a bool's
+# environment variable, and commands: arguments: of add_argument, by flag; variables: of add_variable, by group
 FLAGS = read_json(pathlib.Path(__file__).with_suffix(".json"))
 FLAG_SYNTAX = re.compile(r"(--?[A-Za-z][\w-]*)((?:\.[\w-]+)*)(=.*)?", re.DOTALL)   # name, .keys, =value
 

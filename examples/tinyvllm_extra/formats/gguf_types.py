@@ -1,10 +1,12 @@
 """The tensor types of GGUF (ggml-common.h): the layouts of their blocks, and their weights as q * scale + offset."""
+import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from tinyvllm.config import read_json
 from tinyvllm_extra.models.quantized import Quantized
 
 
@@ -35,28 +37,10 @@ class TensorType(NamedTuple):
 
 
 SIGNS = {"d": 1, "m": 1, "dmin": -1}
-D, M, DMIN = [(name, "<f2") for name in SIGNS]
-Q4, Q5_HIGH, K_SCALES = ("q", "u1", 16), ("q_high", "u1", 4), ("scales", "u1", 12)
-LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)   # kvalues_iq4nl in ggml-common.h
-TYPES = {   # by GGUF type id. numpy has no bfloat16
-  0: TensorType("F32", 1, "<f4"), 1: TensorType("F16", 1, "<f2"), 30: TensorType("BF16", 1, "<u2"),
-  2: TensorType("Q4_0", 32, [D, Q4], Format(4, 32, False), Packing(zero_point=8)),
-  3: TensorType("Q4_1", 32, [D, M, Q4], Format(4, 32, True)),
-  6: TensorType("Q5_0", 32, [D, Q5_HIGH, Q4], Format(8, 32, False), Packing((16, 4), (1, 1), 16)),
-  7: TensorType("Q5_1", 32, [D, M, Q5_HIGH, Q4], Format(8, 32, True), Packing((16, 4), (1, 1))),
-  8: TensorType("Q8_0", 32, [D, ("q", "u1", 32)], Format(8, 32, False), Packing((32, 8))),
-  10: TensorType("Q2_K", 256, [("scales", "u1", 16), ("q", "u1", 64), D, DMIN], Format(4, 16, True),
-                 Packing((32, 2)), Packing((16, 4))),
-  11: TensorType("Q3_K", 256, [("q_high", "u1", 32), ("q", "u1", 64), ("scales", "u1", 8), ("scales_high", "u1", 4), D],
-                 Format(4, 16, False), Packing((32, 2), (32, 1), 4), Packing((8, 4), (4, 2), 32)),
-  12: TensorType("Q4_K", 256, [D, DMIN, K_SCALES, ("q", "u1", 128)], Format(4, 32, True), Packing((32, 4))),
-  13: TensorType("Q5_K", 256, [D, DMIN, K_SCALES, ("q_high", "u1", 32), ("q", "u1", 128)], Format(8, 32, True),
-                 Packing((32, 4), (32, 1))),
-  14: TensorType("Q6_K", 256, [("q", "u1", 128), ("q_high", "u1", 64), ("scales", "u1", 16), D], Format(8, 16, False),
-                 Packing((64, 4), (32, 2), 32), Packing((16, 8))),
-  20: TensorType("IQ4_NL", 32, [D, Q4], Format(8, 32, False), levels=LEVELS),
-  23: TensorType("IQ4_XS", 256, [D, ("scales_high", "u1", 2), ("scales", "u1", 4), ("q", "u1", 128)],
-                 Format(8, 32, False), scales=Packing((1, 4), (1, 2), 32), levels=LEVELS)}
+NESTED = {"quant_format": Format, "q": Packing, "scales": Packing}   # fields of a TensorType that are lists in the file
+# By GGUF type id; lists are arguments. numpy has no bfloat16. levels: kvalues_iq4nl in ggml-common.h
+TYPES = {int(type_id): TensorType(**{key: NESTED[key](*x) if key in NESTED else x for key, x in row.items()})
+         for type_id, row in read_json(pathlib.Path(__file__).with_suffix(".json")).items()}
 
 
 def unpack_planes(data: np.ndarray, width: int, bits: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tinyvllm.config import JsonObject, check, logger
+from tinyvllm.config import JsonObject, check, logger, read_json
 from tinyvllm.llama import Llama
 from tinyvllm_extra.models.quantized import E2M1, E2M1_VALUES, E4M3, Matrix, Quantized, is_small_float, narrow
 from tinyvllm_extra.models.layers import VariantConfig
@@ -29,7 +29,7 @@ class Layout(NamedTuple):
   group: str = "g_idx"           # group of each input
   outputs_first: bool = False    # (out, in), else (in, out)
   packed: int | None = 1         # packed axis of (out, in); None: not packed
-  bit_order: tuple = tuple(range(8))   # position in the word of each of eight values
+  bit_order: Sequence[int] = range(8)   # position in the word of each of eight values
   zero_shift: int = 0            # added to the stored zero points; may carry into the next one
 
 
@@ -57,40 +57,29 @@ class TensorSource(Generic[T]):
     return to_float32(x) + np.float32(offset) if offset else x
 
 
-COMPRESSED = [Layout("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", True),
-              Layout("weight", "weight_scale", "weight_zero_point", "weight_g_idx", True, None)]
-# By quant_method and variant. VARIANTS: the field that names the variant; default: the first one
-LAYOUTS: dict[str, dict[str, list[Layout]]] = {
-  "awq": {"gemm": [Layout(packed=0, bit_order=(0, 4, 1, 5, 2, 6, 3, 7))]},
-  "gptq": {"gptq": [Layout(zero_shift=1)], "gptq_v2": [Layout()]},
-  "compressed-tensors": dict.fromkeys(("pack-quantized", "int-quantized", "float-quantized", "mixed-precision"),
-                                      COMPRESSED),
-  "fp8": {"e4m3": []}, "bitsandbytes": {"false": []}, "mxfp4": {"mxfp4": []}}   # see READERS
-VARIANTS = {"awq": "version", "gptq": "checkpoint_format", "compressed-tensors": "format", "fp8": "fmt",
-            "bitsandbytes": "load_in_8bit"}
-BITS = {"awq": (4,), "gptq": (2, 3, 4, 8), "compressed-tensors": (4, 8)}
-SUPPORTED = ("awq (gemm, int4), gptq (2, 3, 4 or 8 bits), compressed-tensors (weights only, pack-quantized int4 or "
-             "int8, int-quantized, or float-quantized), fp8 (e4m3), bitsandbytes (4 bits)")
+# layouts: arguments of Layout by name. methods: by quant_method, the field of quantization_config that names a variant,
+# the supported numbers of bits, and the names of each variant's layouts, of which the first variant is the default
+TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
 
 
 def find_layouts(config: JsonObject) -> list[Layout]:
   """Return the layouts for a quantization_config of config.json. Raises InputError if it is not supported."""
   if not config: return []
-  method = config.get("quant_method", "")
-  layouts = LAYOUTS.get(method, {})
-  field = "is_marlin_format" if config.get("is_marlin_format") else VARIANTS.get(method, "quant_method")
-  variant = str(config.get(field) or next(iter(layouts), None)).lower()
-  text = f"is not supported: use another checkpoint of the model; supported: {SUPPORTED}"
-  check(variant in layouts, f"quantization_config: {field}={config.get(field)!r} {text}")
+  method = TABLES["methods"].get(config.get("quant_method"), {"field": "quant_method", "variants": {}})
+  variants = method["variants"]
+  field = "is_marlin_format" if config.get("is_marlin_format") else method["field"]
+  variant = str(config.get(field) or next(iter(variants), None)).lower()
+  text = f"is not supported: use another checkpoint of the model; supported: {TABLES['supported']}"
+  check(variant in variants, f"quantization_config: {field}={config.get(field)!r} {text}")
 
   def is_supported(weights, *activations):   # activations may be e4m3 in the tool's kernels: the weights are the same
     if weights.get("type") == "float": return weights.get("num_bits") == 8 and weights.get("strategy") != "group"
-    return weights.get("num_bits") in BITS.get(method, (None,)) and not any(activations)
+    return weights.get("num_bits") in method["bits"] and not any(activations)
   groups = [[group.get(x) or {} for x in ("weights", "input_activations", "output_activations")]
             for group in config.get("config_groups", {}).values()] or [[{"num_bits": config.get("bits")}]]
   supported = all(is_supported(*group) for group in groups) and not config.get("transform_config")
   check(supported, f"quantization_config={config} {text}")
-  return layouts[variant]
+  return [Layout(**TABLES["layouts"][name]) for name in variants[variant]]
 
 
 def describe(config: JsonObject) -> str:
@@ -110,7 +99,7 @@ def to_float32(x: np.ndarray) -> np.ndarray:
   return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32, copy=False)
 
 
-def unpack_words(words: np.ndarray, bits: int, axis: int, bit_order: tuple = tuple(range(8))) -> np.ndarray:
+def unpack_words(words: np.ndarray, bits: int, axis: int, bit_order: Sequence[int] = range(8)) -> np.ndarray:
   """Unpack 32-bit words to uint8 values along the axis. 3-bit values may lie in two words."""
   words = np.moveaxis(words.view(np.uint32), axis, -1)
   if bits < 4:   # eight values in 2 or 3 bytes

@@ -1,6 +1,6 @@
 """Server metrics under vLLM's names: a Prometheus registry and a periodic log line. Engine totals are read at each
 scrape; request times are observed as tokens arrive."""
-import asyncio, bisect, itertools, math, pathlib, time
+import asyncio, itertools, math, pathlib, time
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, core
@@ -11,20 +11,9 @@ from tinyvllm.config import JsonObject, logger, read_json
 from tinyvllm.engine import Request
 
 LOG_INTERVAL = 10   # seconds between log lines
-# Help texts of metrics by kind: "counters", "gauges", "histograms"
+# Help texts of metrics, by name in each kind. times: also the events of a finished request, names of RequestMetrics'
+# fields, between which the seconds are observed
 TEXTS = read_json(pathlib.Path(__file__).with_suffix(".json"))
-# A finished request's values for histograms
-VALUES: dict[str, Callable[[Request], float]] = {
-  "time_to_first_token_seconds": lambda x: x.metrics.ttft,
-  "e2e_request_latency_seconds": lambda x: x.metrics.latency,
-  "request_queue_time_seconds": lambda x: x.metrics.queue_time,
-  "request_inference_time_seconds": lambda x: x.metrics.finished_time - x.metrics.first_scheduled_time,
-  "request_prefill_time_seconds": lambda x: x.metrics.first_token_time - x.metrics.first_scheduled_time,
-  "request_decode_time_seconds": lambda x: x.metrics.finished_time - x.metrics.first_token_time,
-  "request_prompt_tokens": lambda x: x.sequences[0].num_prompt,
-  "request_generation_tokens": lambda x: x.metrics.num_generated,
-  "request_params_n": lambda x: len(x.sequences),
-  "request_params_max_tokens": lambda x: x.sequences[0].params.max_tokens}
 ACCEPTED = "spec_decode_num_accepted_tokens_per_pos"
 SECONDS = [*(digit * 10.0**power for power in range(-3, 4) for digit in (1, 2.5, 5)), math.inf]   # buckets
 TOKENS = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
@@ -36,12 +25,11 @@ class Metrics(Collector):
     self.model_name = model_name
     self.engine_metrics = engine_metrics
     self.last_tokens: dict[Request, tuple[float, int]] = {}   # time of the last token, number of tokens
-    self.intervals = dict.fromkeys(SECONDS, 0)   # number of tokens by time since the one before
-    self.interval_sum = 0.0
     self.registry = CollectorRegistry()
+    texts = TEXTS["sizes"] | {name: text for name, (text, *_) in TEXTS["times"].items()}
     self.histograms = {name: Histogram(f"tinyvllm:{name}", text, ["model_name"], registry=self.registry,
                                        buckets=SECONDS if name.endswith("seconds") else TOKENS).labels(model_name)
-                       for name, text in TEXTS["histograms"].items()}
+                       for name, text in texts.items()}
     self.finished = Counter("tinyvllm:request_success", "Finished sequences, by finish reason",
                             ["model_name", "finished_reason"], registry=self.registry)
     self.registry.register(self)
@@ -50,29 +38,24 @@ class Metrics(Collector):
     """Yield the engine's metric families. prometheus_client calls this at each scrape."""
     metrics = self.engine_metrics()
 
-    # samples: suffix of the name, labels and value of each
-    def family(name: str, metric_type: str, text: str, samples: list[tuple[str, dict[str, str], float]]) -> core.Metric:
-      metric = core.Metric(f"tinyvllm:{name}", text, metric_type)
-      for suffix, labels, value in samples:
-        metric.add_sample(f"{metric.name}{suffix}", {"model_name": self.model_name, **labels}, value)
+    # values: by the values of the labels
+    def family(metric_class: type, name: str, text: str, values: dict[tuple, float], *labels: str) -> core.Metric:
+      metric = metric_class(f"tinyvllm:{name}", text, labels=["model_name", *labels])
+      for label_values, value in values.items(): metric.add_metric([self.model_name, *map(str, label_values)], value)
       return metric
-
-    # counts: number of observations in each bucket, by its upper limit. total: the sum of all observations
-    def histogram(name: str, text: str, counts: dict[float, int], total: float) -> core.Metric:
-      at_most = [*itertools.accumulate(counts.values())]
-      buckets = [("_bucket", {"le": floatToGoString(limit)}, n) for limit, n in zip(counts, at_most, strict=True)]
-      return family(name, "histogram", text, [*buckets, ("_count", {}, at_most[-1]), ("_sum", {}, total)])
-    for kind, suffix in (("counter", "_total"), ("gauge", "")):
-      for name, text in TEXTS[f"{kind}s"].items(): yield family(name, kind, text, [(suffix, {}, metrics.get(name, 0))])
-    accepted = enumerate(metrics.get(ACCEPTED, []))
-    yield family(ACCEPTED, "counter", "Draft tokens accepted, by position in the draft",
-                 [("_total", {"position": str(position)}, count) for position, count in accepted])
+    for kind, metric_class in (("counters", core.CounterMetricFamily), ("gauges", core.GaugeMetricFamily)):
+      for name, text in TEXTS[kind].items(): yield family(metric_class, name, text, {(): metrics.get(name, 0)})
+    accepted = {(position,): count for position, count in enumerate(metrics.get(ACCEPTED, []))}
+    text = "Draft tokens accepted, by position in the draft"
+    yield family(core.CounterMetricFamily, ACCEPTED, text, accepted, "position")
+    config = metrics.get("cache_config", {})
+    infos = {(*config.values(),): 1.0} if config else {}
+    yield family(core.GaugeMetricFamily, "cache_config_info", "Options of the KV cache", infos, *config)
     sizes = metrics.get("step_sizes", {math.inf: 0})
-    yield histogram("iteration_tokens_total", "Tokens per step", sizes, metrics["step_tokens"])
-    yield histogram("inter_token_latency_seconds", "Seconds between output tokens", self.intervals,
-                    self.interval_sum)
-    config = {name: str(value) for name, value in metrics.get("cache_config", {}).items()}
-    yield family("cache_config_info", "gauge", "Options of the KV cache", [("", config, 1)] if config else [])
+    steps = core.HistogramMetricFamily("tinyvllm:iteration_tokens_total", "Tokens per step", labels=["model_name"])
+    steps.add_metric([self.model_name], [*zip(map(floatToGoString, sizes), itertools.accumulate(sizes.values()),
+                                              strict=True)], metrics["step_tokens"])
+    yield steps
 
   def observe_tokens(self, request: Request) -> None:
     """Observe the time per token since the last call for this request."""
@@ -81,19 +64,21 @@ class Metrics(Collector):
     last_time, last_count = self.last_tokens.get(request, (now, 0))
     self.last_tokens[request] = now, count
     num_intervals = count - max(1, last_count)
-    if num_intervals <= 0: return
-    interval = (now - last_time) / (count - last_count)
-    self.intervals[SECONDS[bisect.bisect_left(SECONDS, interval)]] += num_intervals
-    self.interval_sum += num_intervals * interval
+    for _ in range(num_intervals):
+      self.histograms["inter_token_latency_seconds"].observe((now - last_time) / (count - last_count))
 
   def observe_end(self, request: Request) -> None:
     """Observe the times and token counts of a request that has ended for any reason."""
     self.observe_tokens(request)   # tokens that were not delivered
     del self.last_tokens[request]
     for seq in request.sequences: self.finished.labels(self.model_name, seq.finish_reason).inc()
-    for name, value_of in VALUES.items():
-      value = value_of(request)
-      if not math.isnan(value): self.histograms[name].observe(value)   # NaN: the event never happened
+    for name, (_, start, end) in TEXTS["times"].items():
+      seconds = getattr(request.metrics, end) - getattr(request.metrics, start)
+      if not math.isnan(seconds): self.histograms[name].observe(seconds)   # NaN: an event never happened
+    seq = request.sequences[0]
+    sizes = {"prompt_tokens": seq.num_prompt, "generation_tokens": request.metrics.num_generated,
+             "params_n": len(request.sequences), "params_max_tokens": seq.params.max_tokens or 0}
+    for name, value in sizes.items(): self.histograms[f"request_{name}"].observe(value)
 
 
 def draft_statistics(metrics: JsonObject) -> str:

@@ -1,14 +1,14 @@
 """Request bodies of OpenAI's API with vLLM's extra fields, and the SamplingParams and prompts that they ask for. A body
 accepts every field of SamplingParams, which checks the values. As in vLLM, null means absent, fields without effect
 here are accepted, and an unknown field is ignored with one warning, unless it would change the answer."""
-import dataclasses, functools, operator, types, typing
+import dataclasses, functools, operator, pathlib, types, typing
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
 
 from tinyvllm import SamplingParams
-from tinyvllm.config import JsonObject, check, logger
+from tinyvllm.config import JsonObject, check, logger, read_json
 from tinyvllm.engine import Prompt
 from tinyvllm_extra.llm import LLM
 from tinyvllm_extra.text.conversations import render_conversation
@@ -36,20 +36,16 @@ class FailFast(pydantic.FailFast):
 # One or several prompts, each a string or token ids
 Prompts = (str | Annotated[list[str], FailFast()] | Annotated[list[int], FailFast()] |
            Annotated[list[Annotated[list[int], FailFast()]], FailFast()])
-# Fields of OpenAI and vLLM without effect here, limited to the values for which that is true
+# Names of fields. no_effect: of OpenAI and vLLM, by type; those of no_effect_if_empty and no_effect_at are limited to
+# the values for which that is true. refused: they change the answer, and are of other routes or of features that
+# tinyvllm lacks. ignored_of_agents: see agents/blocks.py
+FIELDS = read_json(pathlib.Path(__file__).with_suffix(".json"))
+TYPES: dict[str, type] = {x.__name__: x for x in (str, dict, list, bool, float)}
 NO_EFFECT: dict[str, object] = {
-  **dict.fromkeys(["user", "service_tier", "reasoning_effort", "verbosity", "prompt_cache_key", "safety_identifier",
-                   "prompt_cache_retention", "request_id", "session_id"], str),
-  **dict.fromkeys(["metadata", "prediction", "mm_processor_kwargs", "media_io_kwargs"], dict),
-  **dict.fromkeys(["store", "parallel_tool_calls", "include_reasoning", "spaces_between_special_tokens"], bool),
-  **dict.fromkeys(["tools", "functions", "documents", "logits_processors"], Annotated[list, Nothing]),
-  **dict.fromkeys(["tool_choice", "function_call"], Literal["none", "auto"]),
-  **dict.fromkeys(["use_beam_search", "early_stopping"], Literal[False]),
-  "chat_template_kwargs": Annotated[dict, Nothing], "modalities": list[Literal["text"]], "best_of": Literal[1],
-  "detokenize": Literal[True], "length_penalty": float}
-# Fields that change the answer, of other routes or of features that tinyvllm lacks
-REFUSED = {"audio", "images", "image_url", "prompt", "messages", "input", "suffix", "prompt_embeds",
-           "logprob_token_ids", "web_search_options", "chat_template", "tools", "functions"}
+  **{name: TYPES[kind] for kind, names in FIELDS["no_effect"].items() for name in names},
+  **{name: Annotated[TYPES[kind], Nothing] for kind, names in FIELDS["no_effect_if_empty"].items() for name in names},
+  **{name: Literal.__getitem__((*values,)) for name, values in FIELDS["no_effect_at"].items()},
+  "modalities": list[Literal["text"]]}
 
 
 # strict: --strict-fields; names: the unknown fields that were logged
@@ -60,7 +56,7 @@ def check_unknown(name: str, value: object) -> None:
   """Log an unknown field once. Raises InputError for one that must not be ignored."""
   short = name[:MAX_NAME_LENGTH].encode(errors="replace").decode()
   check(not name.startswith("guided_"), f"{short}: vLLM has removed it: use structured_outputs")
-  check(not value or name not in REFUSED, f"{short}: not supported by this route: leave it out")
+  check(not value or name not in FIELDS["refused"], f"{short}: not supported by this route: leave it out")
   check(not unknown_fields.strict, f"{short}: unknown field: leave it out, or start without --strict-fields")
   if short in unknown_fields.names or len(unknown_fields.names) >= MAX_NAMES: return
   unknown_fields.names.add(short)

@@ -10,16 +10,13 @@ from fastapi.exceptions import RequestValidationError
 from tinyvllm import CompletionOutput, RequestOutput
 from tinyvllm.config import InputError, JsonObject
 from tinyvllm_extra.serving.answers import Job
-from tinyvllm_extra.serving.protocol import SAMPLING, ChatCompletionRequest, JsonBody, check_unknown, with_fields
+from tinyvllm_extra.serving.protocol import (FIELDS, SAMPLING, ChatCompletionRequest, JsonBody, check_unknown,
+                                             with_fields)
 from tinyvllm_extra.text import chat_template
 from tinyvllm_extra.text.conversations import INSTRUCTIONS
 
 # Fields that the chat takes over unchanged
 CHAT_FIELDS = SAMPLING.keys() - {"n", "logprobs", "prompt_logprobs"} | {"model", "stream", "priority", "cache_salt"}
-# Fields of the official clients without effect here; any other unknown field of a body is logged or refused
-IGNORED = {"store", "include", "client_metadata", "metadata", "user", "safety_identifier", "service_tier", "truncation",
-           "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control", "context_management",
-           "stream_options", "max_tool_calls", "inference_geo", "speed", "diagnostics", "betas"}
 
 
 class Tolerant(JsonBody):
@@ -73,7 +70,8 @@ def chat_request(body: Tolerant, chat_template_kwargs: JsonObject, **fields: obj
   RequestValidationError, and InputError for a field that must not be ignored."""
   options = {name: value for name, value in body if name in CHAT_FIELDS}
   extra = body.model_extra or {}
-  for name in extra.keys() - options.keys() - IGNORED - {"chat_template_kwargs"}:
+  # Other fields of the official clients have no effect here
+  for name in extra.keys() - options.keys() - {"chat_template_kwargs", *FIELDS["ignored_of_agents"]}:
     if extra[name] is not None: check_unknown(name, extra[name])
   variables = extra.get("chat_template_kwargs", {})
   if isinstance(variables, dict): variables = {**chat_template_kwargs, **variables}
