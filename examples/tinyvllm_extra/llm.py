@@ -18,7 +18,6 @@ from .options import SAMPLING_DEFAULTS, LLMConfig, check_no_lora, document, setu
 from .pooling import embeddings
 from .sampling import beam_search, logits, speculation
 from .sampling.params import SamplingParams
-from .text import conversations
 from .text.huggingface import ChatTokenizer
 from .vllm_options import NO_EFFECT, read_options
 
@@ -128,7 +127,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
 
   def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
     """Like Engine's. prompt: also {"messages": [{"role", "content"}], "template": {options of the chat template}}."""
-    if isinstance(prompt, dict) and "messages" in prompt: return conversations.encode(self.tokenizer, **prompt)
+    if isinstance(prompt, dict) and "messages" in prompt: return self.tokenizer.encode_chat(**prompt)
     return super().encode(prompt)
 
   def add_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> None:

@@ -7,7 +7,6 @@ from helpers.data import read_data
 from helpers.models import sentencepiece_model
 
 from tinyvllm.config import InputError
-from tinyvllm_extra.text.conversations import render_conversation
 from tinyvllm_extra.formats.gguf_tokenizer import make_tokenizer
 from tinyvllm_extra.text.huggingface import load_tokenizer
 
@@ -20,7 +19,7 @@ def render(tmp_path):
   (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
   def render(template, messages, options=None):
     (tmp_path / "chat_template.jinja").write_text(CONVERSATIONS["templates"].get(template, template))
-    return render_conversation(load_tokenizer(tmp_path), messages, **options or {})
+    return load_tokenizer(tmp_path).apply_chat_template(messages, **options or {})
   return render
 
 

@@ -3,7 +3,7 @@ an engine that would compute the same blocks, a block with a wrong checksum is n
 completely or not at all."""
 import collections, contextlib, functools, hashlib, json, math, os, pathlib, tempfile, time, weakref, zlib
 from collections.abc import Iterator, Mapping
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -25,20 +25,20 @@ SAMPLE_BYTES = 2**16   # bytes of a weight to hash, at each of four offsets
 identities = weakref.WeakKeyDictionary[Engine, dict[str, str]]()
 
 
-def copy_kernel(out: UOp, targets: UOp, source: UOp, blocks: UOp) -> UOp:
-  """out[targets[i]] = source[blocks[i]], in place."""
+def copy_kernel(out: UOp, source: UOp, blocks: UOp, is_scatter: bool) -> UOp:
+  """out[i] = source[blocks[i]], or with is_scatter out[blocks[i]] = source[i], in place."""
   size = math.prod(out.shape[1:])
-  i = UOp.range(targets.shape[0], 0)
+  i = UOp.range(blocks.shape[0], 0)
   j = UOp.range(size, 1)
-  value = source.base.index(blocks[i].load() * size + j)
-  return kernel_of("copy_blocks", out.base.index(targets[i].load() * size + j).store(value))
+  starts = [i * size, blocks[i].load() * size]
+  value = source.base.index(starts[not is_scatter] + j)
+  return kernel_of("copy_blocks", out.base.index(starts[is_scatter] + j).store(value))
 
 
-def copy_blocks(out: list[Tensor], targets: Mapping[object, Tensor], source: list[Tensor],
-                blocks: Mapping[object, Tensor]) -> None:
-  """Copy blocks on the device. targets, blocks: block numbers by device."""
-  Tensor.realize(*[x.custom_kernel(targets[x.device], y, blocks[x.device], fxn=copy_kernel)[0]
-                   for x, y in zip(out, source, strict=True)])
+def copy_blocks(out: list[Tensor], source: list[Tensor], blocks: Mapping[Any, Tensor], is_scatter: bool) -> None:
+  """Copy blocks on the device. blocks: their numbers by device."""
+  kernel = functools.partial(copy_kernel, is_scatter=is_scatter)
+  Tensor.realize(*[x.custom_kernel(y, blocks[x.device], fxn=kernel)[0] for x, y in zip(out, source, strict=True)])
 
 
 def fingerprint(path: pathlib.Path, config: ModelConfig) -> str:
@@ -87,14 +87,11 @@ class Blocks:
     self.row_bytes = sum(buffer.nbytes for x in tensors for buffer in buffers_of(x)) // engine.blocks.num_blocks
     self.count = max(1, min(MAX_BYTES // self.row_bytes, engine.blocks.num_blocks))
     def allocate(device, dtype, *shape): return Tensor.empty(*shape, dtype=dtype, device=device).contiguous().realize()
-    def allocate_ids(): return {x: allocate(x, dtypes.int32, self.count) for x in {tensor.device for tensor in tensors}}
     staging = [allocate(x.device, x.dtype, self.count, *x.shape[1:]) for x in tensors]
     self.staging_buffers = [buffer for x in staging for buffer in buffers_of(x)]
-    self.block_ids = allocate_ids()
-    staging_ids = allocate_ids()
-    for x in staging_ids.values(): copy_to_devices(x, np.arange(self.count, dtype=np.int32))
-    self.gather = TinyJit(functools.partial(copy_blocks, staging, staging_ids, tensors, self.block_ids))
-    self.scatter = TinyJit(functools.partial(copy_blocks, tensors, self.block_ids, staging, staging_ids))
+    self.block_ids = {x: allocate(x, dtypes.int32, self.count) for x in {tensor.device for tensor in tensors}}
+    self.gather = TinyJit(functools.partial(copy_blocks, staging, tensors, self.block_ids, False))
+    self.scatter = TinyJit(functools.partial(copy_blocks, tensors, staging, self.block_ids, True))
     self._synchronize()
 
   def _synchronize(self) -> None:

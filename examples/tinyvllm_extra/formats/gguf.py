@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from tinygrad.llm.gguf import read_str, read_uint32, read_uint64, readers
 
 from tinyvllm.config import InputError, JsonObject, check, read_json
 from tinyvllm_extra.models.quantized import Matrix, Quantized, narrow
@@ -61,37 +62,21 @@ class GGUFTensor(StoredTensor):
     return dequantize(decode(self.tensor_type, self.read()), np.float32)
 
 
-class HeaderReader(mmap.mmap):
-  """Reads the values of a GGUF header in sequence."""
-  STRING, ARRAY = 8, 9
-  NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-
-  def number(self, code: str) -> Any: return struct.unpack("<" + code, self.read(struct.calcsize("<" + code)))[0]
-
-  def string(self) -> str: return self.number(f"{self.number('Q')}s").decode()
-
-  def value(self, type_id: int, nested: bool = False) -> Any:
-    if type_id == self.STRING: return self.string()
-    if type_id != self.ARRAY or nested: return self.number(self.NUMBERS[type_id])
-    element_type = self.number("I")
-    return [self.value(element_type, nested=True) for _ in range(self.number("Q"))]
-
-
 def read_header(path: pathlib.Path) -> tuple[JsonObject, dict[str, GGUFTensor]]:
   """Return a file's metadata and tensors. Raises InputError if it is not GGUF or is truncated."""
   check(path.is_file() and os.access(path, os.R_OK), f"model: {path} is not a readable file")
   size = path.stat().st_size
   check(size, f"model: {path} is empty: expected a GGUF file")
-  with path.open("rb") as file: reader = HeaderReader(file.fileno(), 0, access=mmap.ACCESS_READ)
+  with path.open("rb") as file: reader: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
   check(reader.read(4) == b"GGUF", f"model: {path} is not a readable GGUF file: it must start with GGUF")
   try:
-    version = reader.number("I")
+    version = read_uint32(reader)
     check(version in (2, 3), f"model: {path} has GGUF version {version}; supported: 2, 3, little-endian")
-    num_tensors = reader.number("Q")
-    metadata = {reader.string(): reader.value(reader.number("I")) for _ in range(reader.number("Q"))}
-    tensor_infos = [(reader.string(), (*[reader.number("Q") for _ in range(reader.number("I"))][::-1],),
-                     reader.number("I"), reader.number("Q")) for _ in range(num_tensors)]
-  except (LookupError, UnicodeDecodeError, struct.error) as e:
+    num_tensors = read_uint64(reader)
+    metadata = {read_str(reader): readers[read_uint32(reader)](reader) for _ in range(read_uint64(reader))}
+    tensor_infos = [(read_str(reader), (*[read_uint64(reader) for _ in range(read_uint32(reader))][::-1],),
+                     read_uint32(reader), read_uint64(reader)) for _ in range(num_tensors)]
+  except (LookupError, UnicodeDecodeError, OverflowError, RecursionError, struct.error) as e:
     raise InputError(f"model: {path} is not a readable GGUF file or is truncated: at byte {reader.tell()} of {size}: "
                      f"{e}") from e
   alignment = metadata.get("general.alignment", 32)

@@ -8,7 +8,7 @@ import orjson
 from tinyvllm import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from tinyvllm.config import JsonObject, check
 from tinyvllm.engine import Request
-from tinyvllm_extra.text.conversations import plain_text
+from tinyvllm_extra.text.chat_template import plain_text
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 from tinyvllm_extra.text.parsers import OutputFormat, Parser
 from tinyvllm_extra.text.tools import callable_functions, requires_call

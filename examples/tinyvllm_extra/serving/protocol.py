@@ -11,7 +11,6 @@ from tinyvllm import SamplingParams
 from tinyvllm.config import JsonObject, check, logger, read_json
 from tinyvllm.engine import Prompt
 from tinyvllm_extra.llm import LLM
-from tinyvllm_extra.text.conversations import render_conversation
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 from tinyvllm_extra.text.parsers import OutputFormat
 from tinyvllm_extra.text.tools import Choice, calls_schema, requires_call
@@ -28,14 +27,10 @@ Int = Annotated[int, pydantic.BeforeValidator(lambda x: int(x) if isinstance(x, 
 Nothing = pydantic.Field(max_length=0)
 
 
-class FailFast(pydantic.FailFast):
-  """Stops at the first error of a list, which may have a million elements."""
-  __hash__ = object.__hash__   # for unions
-
-
+FailFast = pydantic.Field(fail_fast=True)   # stops at the first error of a list, which may have a million elements
 # One or several prompts, each a string or token ids
-Prompts = (str | Annotated[list[str], FailFast()] | Annotated[list[int], FailFast()] |
-           Annotated[list[Annotated[list[int], FailFast()]], FailFast()])
+Prompts = (str | Annotated[list[str], FailFast] | Annotated[list[int], FailFast] |
+           Annotated[list[Annotated[list[int], FailFast]], FailFast])
 # Names of fields. no_effect: of OpenAI and vLLM, by type; those of no_effect_if_empty and no_effect_at are limited to
 # the values for which that is true. refused: they change the answer, and are of other routes or of features that
 # tinyvllm lacks. ignored_of_agents: see agents/blocks.py
@@ -193,10 +188,9 @@ MAX_CHARACTERS = 2**14
 def check_sizes(fields: JsonObject) -> None:
   """Raises InputError for a field of MAX_ENTRIES that is too large."""
   for name, limit in MAX_ENTRIES.items():
-    entries = fields.get(name) or ()
-    num = 1 if isinstance(entries, str) else len(entries)
-    check(num <= limit, f"{name} has {num} entries: use at most {limit}")
-    size = sum(len(x) for x in ([entries] if isinstance(entries, str) else entries) if isinstance(x, str))
+    entries = [fields[name]] if isinstance(fields.get(name), str) else fields.get(name) or ()
+    check(len(entries) <= limit, f"{name} has {len(entries)} entries: use at most {limit}")
+    size = sum(len(x) for x in entries if isinstance(x, str))
     check(size <= MAX_CHARACTERS, f"{name} has {size} characters: use at most {MAX_CHARACTERS}")
 
 
@@ -308,7 +302,7 @@ def chat_text(body: Conversation, tokenizer: ChatTokenizer, trusts_template: boo
   template = tokenizer.template(bool(tools), variables.get("chat_template")) or ""
   check("tools" not in variables or "tools" in template or requires_call(tool_choice_of(body)),
         "tools: the model's chat template does not support tools")
-  return render_conversation(tokenizer, body.messages, **variables)
+  return tokenizer.apply_chat_template(body.messages, **variables)
 
 
 def thinking(is_on: bool) -> dict[str, bool]:

@@ -1,6 +1,8 @@
 """Renders conversations with a model's chat template, in the environment that transformers gives to templates
-(transformers/utils/chat_template_utils.py)."""
+(transformers/utils/chat_template_utils.py). A client returns the answers of any server, and each chat template accepts
+only some forms of them."""
 import datetime, functools, json, re
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from tinyvllm.config import InputError, JsonObject, check
@@ -12,6 +14,9 @@ END = "\ue0ff "   # end of a message to continue: a private character, and a spa
 # The tag {% generation %}, which marks an answer for training, is only a scope here
 GENERATION = re.compile(r"({%[-+]?\s*(?:end)?)generation\b")
 PARTS = ("text", "refusal", "thinking")   # endings of the types of parts with text, such as input_text
+CHECKS_CALL_IDS = re.compile(r"length *!= *9")   # Mistral's templates require 9 letters or digits
+INSTRUCTIONS = ("system", "developer")   # roles
+Messages = list[JsonObject]
 REASONING = ("reasoning_content", "thinking", "reasoning")   # names of a message's reasoning
 
 
@@ -29,9 +34,24 @@ def compile_template(source: str) -> tuple["jinja2.Template", bool]:
   return template, END.strip() in text and "type'" not in text and 'type"' not in text
 
 
-def render(source: str, messages: list[JsonObject], continue_final_message: bool = False, **variables: object) -> str:
-  """Return the prompt of a conversation. variables: the template's. Raises InputError if the template fails."""
+def render(source: str, messages: Messages, continue_final_message: bool = False, **variables: object) -> str:
+  """Return the prompt of a conversation. variables: the template's.
+
+  Raises InputError if the template fails for all forms of the conversation, or would leave out an instruction."""
   optional("jinja2.sandbox", "hf", "a chat template")
+  check(all(isinstance(x, dict) for x in messages), "messages: each message must be an object with role and content")
+  later = [plain_text(x).strip() for x in messages[1:] if x.get("role") in INSTRUCTIONS]
+  errors = []
+  for form in forms([adapt(message, source) for message in messages]):
+    try:
+      text = render_form(source, form, continue_final_message, variables)
+      for x in later: check(x in text, f"messages: the chat template leaves out the instruction {x[:100]!r}")
+      return text
+    except InputError as e: errors.append(e)
+  raise errors[0]   # there is at least one form
+
+
+def render_form(source: str, messages: Messages, continue_final_message: bool, variables: JsonObject) -> str:
   try:
     template, has_parts = compile_template(source)
     messages = [normalize(message, has_parts) for message in messages]
@@ -67,3 +87,60 @@ def text_of(part: JsonObject | str) -> str:
   text = fields.get(name if name in ("refusal", "thinking") else "text") if str(name).endswith(PARTS) else part
   check(isinstance(text, str), f"content: type {name!r} is not supported: use parts {{'type': 'text', 'text': '...'}}")
   return str(text)
+
+
+def forms(messages: Messages) -> Iterator[Messages]:
+  """Yield a conversation with calls' arguments as objects and as text, and with all instructions in one first message:
+  templates accept one form, or drop a later instruction."""
+  for form in (messages, with_first_instruction(messages)):
+    yield form
+    if any(message.get("tool_calls") for message in form):
+      yield [with_arguments(message, lambda x: json.dumps(x, ensure_ascii=False)) for message in form]
+
+
+def plain_text(message: JsonObject) -> str:
+  content = message.get("content") or ""
+  return content if isinstance(content, str) else "\n".join(map(text_of, content))
+
+
+def with_first_instruction(messages: Messages) -> Messages:
+  instructions = [x for x in messages if x.get("role") in INSTRUCTIONS]
+  first = [{**x, "content": "\n\n".join(map(plain_text, instructions))} for x in instructions[:1]]
+  return [*first, *(x for x in messages if x and x.get("role") not in INSTRUCTIONS)]
+
+
+def adapt(message: JsonObject, source: str) -> JsonObject:
+  """Return a message with the role `developer` as `system`, calls' arguments as objects (see parse_arguments), and ids
+  of calls as the chat template `source` requires them. Empty tool_calls are left out."""
+  calls = message.get("tool_calls") or []
+  check(isinstance(calls, list) and all(map(is_call, calls)),
+        "messages: every entry of tool_calls must be an object with a function that has a name")
+  message = {key: value for key, value in message.items() if value or key != "tool_calls"}
+  message = with_arguments(message, parse_arguments)
+  if message.get("role") == "developer" and "developer" not in source: message = {**message, "role": "system"}
+  if not CHECKS_CALL_IDS.search(source): return message
+  if message.get("tool_call_id"): message = {**message, "tool_call_id": short_id(message["tool_call_id"])}
+  calls = [{**call, "id": short_id(call.get("id"))} for call in message.get("tool_calls", [])]
+  return {**message, "tool_calls": calls} if calls else message
+
+
+def is_call(call: object) -> bool:
+  function = call.get("function") if isinstance(call, dict) else None
+  return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def short_id(call_id: object) -> str: return re.sub("[^A-Za-z0-9]", "", str(call_id))[-9:].rjust(9, "0")
+
+
+def parse_arguments(arguments: JsonObject | str | None) -> JsonObject:
+  """Return a call's arguments as an object. "" is {}; text that is not a JSON object, such as a call cut off by
+  max_tokens, becomes {"invalid_json": text}."""
+  try: value = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+  except (ValueError, RecursionError): value = None
+  return value if isinstance(value, dict) else {"invalid_json": arguments}
+
+
+def with_arguments(message: JsonObject, convert: Callable[[JsonObject], JsonObject | str]) -> JsonObject:
+  if not message.get("tool_calls"): return message
+  return {**message, "tool_calls": [{**call, "function": {
+    **call["function"], "arguments": convert(call["function"].get("arguments"))}} for call in message["tool_calls"]]}

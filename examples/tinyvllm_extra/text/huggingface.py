@@ -84,7 +84,7 @@ class ChatTokenizer(tokenizer.Tokenizer):
                           continue_final_message: bool = False, **variables: Any) -> str:
     """Render a conversation with the model's chat template and return the prompt.
 
-    messages: each has a role, and content that is a str or a list of {"type": "text", "text": str}.
+    messages: each has a role, and content that is a str or a list of {"type": "text", "text": str}; see chat_template.
     add_generation_prompt: append the start of an answer. continue_final_message: leave the last message open instead,
     for the model to continue. variables: the template's other variables, such as tools, or another chat_template.
     Raises InputError without a template, or if the template fails."""
@@ -94,6 +94,15 @@ class ChatTokenizer(tokenizer.Tokenizer):
     variables = {**tokens, **self.template_variables, **variables}
     return chat_template.render(source, messages, continue_final_message, **variables,
                                 add_generation_prompt=add_generation_prompt and not continue_final_message)
+
+  def encode_chat(self, messages: list[JsonObject], template: JsonObject | None = None,
+                  **unknown: object) -> tuple[str, list[int]]:
+    """Return a conversation's prompt text and token ids. template: options of `apply_chat_template`."""
+    is_list = isinstance(messages, list) and messages
+    check(is_list, f"messages={messages!r} must be [{{'role': 'user', 'content': str}}]")
+    check(not unknown, f"prompt: {', '.join(unknown)}: only messages and template are allowed together")
+    text = self.apply_chat_template(messages, **template or {})
+    return text, self.encode(text, False)   # the template adds BOS
 
 
 def load_tokenizer(folder: pathlib.Path) -> ChatTokenizer:

@@ -12,8 +12,7 @@ from tinyvllm.config import InputError, JsonObject
 from tinyvllm_extra.serving.answers import Job
 from tinyvllm_extra.serving.protocol import (FIELDS, SAMPLING, ChatCompletionRequest, JsonBody, check_unknown,
                                              with_fields)
-from tinyvllm_extra.text import chat_template
-from tinyvllm_extra.text.conversations import INSTRUCTIONS
+from tinyvllm_extra.text.chat_template import INSTRUCTIONS, plain_text
 
 # Fields that the chat takes over unchanged
 CHAT_FIELDS = SAMPLING.keys() - {"n", "logprobs", "prompt_logprobs"} | {"model", "stream", "priority", "cache_salt"}
@@ -44,8 +43,8 @@ class AnswerOptions(Tolerant):
 
 def text_of(content: "str | Iterable[Part] | None", path: str) -> str:
   """Return the text of a message's content. Raises InputError for images, files and audio."""
-  if content is None or isinstance(content, str): return content or ""
-  try: return "\n".join(chat_template.text_of(part.model_dump()) for part in content)
+  parts = content if isinstance(content, str | None) else [part.model_dump() for part in content]
+  try: return plain_text({"content": parts})
   except InputError as error: raise InputError(f"{path}: {error}") from error
 
 

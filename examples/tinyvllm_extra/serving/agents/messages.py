@@ -7,7 +7,7 @@ from tinyvllm import RequestOutput
 from tinyvllm.config import JsonObject, check
 from tinyvllm_extra.serving.errors import anthropic_error, internal_error
 from tinyvllm_extra.serving.protocol import ChatCompletionRequest, thinking, with_fields
-from tinyvllm_extra.text.conversations import parse_arguments
+from tinyvllm_extra.text.chat_template import parse_arguments
 
 from .blocks import (AnswerOptions, Block, BlockBuilder, Part, Tolerant, add_message, chat_request, function,
                      named_event, text_of)
