@@ -33,7 +33,8 @@ FLOORS = [f"{EXTRA}.packages {EXTRA}.options {EXTRA}.host_memory {EXTRA}", f"{EX
           f"{EXTRA}.vllm_names", f"{EXTRA}.cli"]   # app: composes all routes
 # Names in tinygrad's submodules that may be imported outside of `kernels`: a type, a custom kernel's name, an error, a
 # number's text, and the order of devices
-STABLE = {"dtype.DType", "uop.ops.KernelInfo", "device.CompileError", "device.ALL_DEVICES", "helpers.size_to_str"}
+STABLE = {"dtype.DType", "uop.ops.KernelInfo", "device.CompileError", "device.ALL_DEVICES", "helpers.size_to_str",
+          *(f"llm.gguf.{name}" for name in ("read_str", "read_uint32", "read_uint64", "readers"))}
 INTERNAL = {"uop", "_buf", "_copyin", "_copyout", "mstack", "mselect", "unshard"}   # attributes of tinygrad's objects
 # Assignments to tinygrad's state that do not change its behavior
 ALLOWED_ASSIGNMENTS = {

@@ -14,7 +14,7 @@ from tinygrad import Device, dtypes, nn
 
 from tinyvllm import LLM, InputError, SamplingParams
 from tinyvllm.backend import Backend
-from tinyvllm_extra.formats import tensor_files
+from tinyvllm_extra.formats import weights
 
 AUTO = {**ENGINE, "dtype": "auto"}
 IDS = [3, 50, 99, 301]
@@ -106,13 +106,13 @@ def test_damaged_or_missing_file_raises_with_path(tmp_path):
   check_refused(tiny_model(tmp_path / "tokenizer", tokenizer=False), tmp_path / "tokenizer", "tokenizer.model")
 
 
-@pytest.mark.parametrize("name,dtype", (tensor_files.FLOATS | tensor_files.NUMBERS).items())
+@pytest.mark.parametrize("name,dtype", (weights.FLOATS | weights.NUMBERS).items())
 def test_tensor_in_file_keeps_dtype_and_bytes(tmp_path, name, dtype):
   """float8, which numpy lacks, too. The library validates the file."""
   data, path = bytes(range(6 * dtype.itemsize)), tmp_path / "model.safetensors"
   header = json.dumps({"x": {"dtype": name, "shape": [2, 3], "data_offsets": [0, len(data)]}}).encode()
   path.write_bytes(len(header).to_bytes(8, "little") + header + data)
-  tensor = tensor_files.read_safetensors(path, {name: dtype})["x"]
+  tensor = weights.read_safetensors(path, {name: dtype})["x"]
   assert (tensor.dtype, tensor.shape, tensor.read().tobytes()) == (dtype, (2, 3), data)
 
 

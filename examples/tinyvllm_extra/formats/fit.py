@@ -1,7 +1,7 @@
 """Estimates the memory that a model uses on a device: from its config.json, or from the tensors in its files."""
 import math, pathlib, re
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tinygrad import Context, Device, dtypes, nn
 
@@ -13,7 +13,7 @@ from tinyvllm_extra.kernels import drivers
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.options import LLMConfig
 
-from .quantization import TensorSource
+if TYPE_CHECKING: from .weights import FastCheckpoint
 
 GIB = 2**30
 DTYPES = ["float32", "float16", "bfloat16"]
@@ -95,7 +95,7 @@ def weight_bytes(weights: Iterable[Weight], quantization: str | None = None, ite
   return int(sum(map(size, weights)))
 
 
-def checkpoint_bytes(source: TensorSource, quantization: str | None) -> int:
+def checkpoint_bytes(source: "FastCheckpoint", quantization: str | None) -> int:
   """Return the bytes that a checkpoint's model takes on each of its devices, at least: padding and tensors that are
   dequantized while loading take more."""
   sources = {name for module in source.model.modules() for name in module.sources}
@@ -105,7 +105,7 @@ def checkpoint_bytes(source: TensorSource, quantization: str | None) -> int:
   return total // len(source.model.devices.names)
 
 
-def loading_bytes(source: TensorSource, quantization: str | None) -> int:
+def loading_bytes(source: "FastCheckpoint", quantization: str | None) -> int:
   """Return the memory that loading takes on a CPU. Outside of layers, the largest matrix loads early and is in memory
   three times: mapped, reordered, and as the weight. In layers, quantization takes up to five times a matrix."""
   layers, others = ([x.nbytes for name, x in source.unread.items() if is_in_layer(name) is in_layers]
@@ -113,7 +113,7 @@ def loading_bytes(source: TensorSource, quantization: str | None) -> int:
   return max(checkpoint_bytes(source, quantization) + 5 * max(layers, default=0), 4 * max(others, default=0))
 
 
-def remedy(source: TensorSource, free: int) -> str:
+def remedy(source: "FastCheckpoint", free: int) -> str:
   """Return what to do about a model that does not fit: the widest quantization that does, or the memory needed."""
   def needed(quantization: str | None) -> float:
     room = checkpoint_bytes(source, quantization) / LLMConfig().gpu_memory_utilization   # for a KV cache
@@ -127,7 +127,7 @@ def remedy(source: TensorSource, free: int) -> str:
   return f"{reason}: choose a smaller model, or provide {least:.2f} GiB of free memory"
 
 
-def check_memory(source: TensorSource, quantization: str | None) -> None:
+def check_memory(source: "FastCheckpoint", quantization: str | None) -> None:
   """Raise InputError if the weights alone exceed the free memory of a device, with the quantization that fits. Log a
   warning if loading may exceed it. Backends and devices whose memory is a guess are not checked."""
   names, memory = source.model.devices.names, source.model.backend.memory

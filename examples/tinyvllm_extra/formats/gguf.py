@@ -14,8 +14,7 @@ from tinyvllm_extra.text.huggingface import ChatTokenizer
 from .gguf_tokenizer import make_tokenizer
 from .gguf_types import TYPES, Format, TensorType, common_format, decode
 from .quantization import dequantize, to_float32
-from .tensor_files import StoredTensor
-from .weights import FastCheckpoint
+from .weights import FastCheckpoint, StoredTensor
 
 # Names in GGUF files and in Hugging Face's. keys: a metadata key without the architecture's prefix -> a field of
 # config.json. names: a component of a tensor's name -> Hugging Face's; own_names: of an architecture. windowed: of

@@ -3,21 +3,18 @@ et al. 2023), GPTQ (Frantar et al. 2022) and compressed-tensors; e4m3 and e2m1; 
 al. 2023), which is dequantized."""
 import concurrent.futures, json, math, pathlib
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from tinyvllm.config import JsonObject, check, logger, read_json
-from tinyvllm.llama import Llama
 from tinyvllm_extra.models.quantized import E2M1, E2M1_VALUES, E4M3, Matrix, Quantized, is_small_float, narrow
-from tinyvllm_extra.models.layers import VariantConfig
 
-from .tensor_files import StoredTensor
+if TYPE_CHECKING: from .weights import FastCheckpoint
 
 GROUP = 32         # inputs that share a scale in weights quantized at load
 CHUNK = 2**17      # weights that a thread quantizes at a time: they fit a core's cache
-T = TypeVar("T", bound=StoredTensor)
 
 
 class Layout(NamedTuple):
@@ -31,30 +28,6 @@ class Layout(NamedTuple):
   packed: int | None = 1         # packed axis of (out, in); None: not packed
   bit_order: Sequence[int] = range(8)   # position in the word of each of eight values
   zero_shift: int = 0            # added to the stored zero points; may carry into the next one
-
-
-class TensorSource(Generic[T]):
-  """A checkpoint while it loads: the tensors that no module of its model has read yet, and what their readers need."""
-  path: pathlib.Path
-  model: Llama
-  unread: dict[str, T]               # by the names of the model's modules
-  quantization_config: JsonObject    # config.json's, or empty
-  layouts: list[Layout]              # layouts of quantized matrices
-  method: str | None                 # quantization method
-  dtype: type[np.floating]           # dtype to dequantize to
-
-  def take(self, name: str, *shape: int) -> T:
-    """Remove and return a tensor. Raises InputError if it is missing or has another shape."""
-    actual = list(self.unread[name].shape) if name in self.unread else "missing"
-    check(actual == [*shape], f"model: {self.path}: tensor {name} is {actual}; its config says {[*shape]}")
-    return self.unread.pop(name)
-
-  def array(self, name: str, *shape: int) -> np.ndarray:
-    """Take a tensor as a memory map, bfloat16 as uint16. Add the model's offset to the weight of a norm."""
-    x = self.take(name, *shape).read()
-    config = self.model.config
-    offset = config.norm_offset if isinstance(config, VariantConfig) and name.endswith("norm.weight") else None
-    return to_float32(x) + np.float32(offset) if offset else x
 
 
 # layouts: arguments of Layout by name. methods: by quant_method, the field of quantization_config that names a variant,
@@ -128,7 +101,7 @@ def round_scales(w: Matrix) -> Matrix:
 class PackedMatrix:
   """The tensors of a matrix, (out, in), in a layout. Raises InputError naming a tensor that is missing or has the wrong
   shape, or uneven groups, or whose bits or group size differ from the quantization_config (check_config)."""
-  def __init__(self, source: TensorSource, name: str, shape: tuple[int, int], layout: Layout):
+  def __init__(self, source: "FastCheckpoint", name: str, shape: tuple[int, int], layout: Layout):
     self.source, self.name, self.shape, self.layout = source, name, shape, layout
     weight, scale = f"{name}.{layout.weight}", f"{name}.{layout.scale}"
     stored = {x: source.unread[x].shape for x in (weight, scale) if x in source.unread}
@@ -171,7 +144,7 @@ class PackedMatrix:
     return columns
 
 
-def read_matrix(source: TensorSource, name: str, shape: tuple[int, int]) -> Matrix:
+def read_matrix(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix:
   """Read the matrix `name`, (out, in): Quantized if it is stored in one of the source's layouts. Raises InputError as
   PackedMatrix does."""
   def has_integers(key: str) -> bool: return key in source.unread and source.unread[key].dtype.kind == "i"
@@ -198,12 +171,12 @@ def read_matrix(source: TensorSource, name: str, shape: tuple[int, int]) -> Matr
 UNUSED = (".weight_shape", ".input_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale")
 
 
-def read_any(source: TensorSource, name: str) -> np.ndarray:
+def read_any(source: "FastCheckpoint", name: str) -> np.ndarray:
   """Read a tensor in its own shape. Raises InputError if it is missing."""
   return source.array(name, *(source.unread[name].shape if name in source.unread else ()))
 
 
-def read_e4m3(source: TensorSource, name: str, shape: tuple[int, int]) -> Matrix | None:
+def read_e4m3(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix | None:
   """Read e4m3 with one scale per matrix, output or block. A block's scale is repeated for its outputs. A smaller last
   block makes smaller groups."""
   weight, tensors, config = f"{name}.weight", source.unread, source.quantization_config
@@ -221,7 +194,7 @@ def read_e4m3(source: TensorSource, name: str, shape: tuple[int, int]) -> Matrix
   return Quantized(source.array(weight, *shape), narrow(scale), None, np.arange(shape[1]))
 
 
-def read_bitsandbytes(source: TensorSource, name: str, shape: tuple[int, int]) -> Matrix | None:
+def read_bitsandbytes(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix | None:
   """Read nf4 or fp4: indices into a table of 16 values, times the maximum of each block of consecutive weights. With
   double quantization these maxima are indices, too. Like bitsandbytes, round to the dtype of the original weights."""
   state = next((x for x in source.unread if x.startswith(f"{name}.weight.quant_state.")), None)
@@ -242,7 +215,7 @@ def read_bitsandbytes(source: TensorSource, name: str, shape: tuple[int, int]) -
   return (bits + 0x7fff + (bits >> 16 & 1) >> 16).astype(np.uint16)   # to nearest, ties to even
 
 
-def read_stacked(source: TensorSource, name: str, shape: tuple[int, int]) -> Matrix | None:
+def read_stacked(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix | None:
   """Read matrices of all experts, (experts, in, out), as one with stacked rows."""
   stored = source.unread.get(f"{name}.weight")
   if stored is None or len(stored.shape) != 3 or ".experts." not in name: return None
@@ -251,7 +224,7 @@ def read_stacked(source: TensorSource, name: str, shape: tuple[int, int]) -> Mat
   return np.ascontiguousarray(weight.swapaxes(1, 2)).reshape(shape)
 
 
-def read_mxfp4(source: TensorSource, name: str, shape: tuple[int, int]) -> Matrix | None:
+def read_mxfp4(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix | None:
   """Read e2m1 in blocks of 32 along the inputs with a power of two as their scale (OCP Microscaling Formats 1.0)."""
   stored = source.unread.get(f"{name}.blocks")
   if stored is None: return read_stacked(source, name, shape)
@@ -263,7 +236,7 @@ def read_mxfp4(source: TensorSource, name: str, shape: tuple[int, int]) -> Matri
   return Quantized(q, scale, None, np.arange(shape[1]))
 
 
-READERS: dict[str | None, Callable[[TensorSource, str, tuple[int, int]], Matrix | None]] = {   # by quant_method
+READERS: dict[str | None, Callable[["FastCheckpoint", str, tuple[int, int]], Matrix | None]] = {   # by quant_method
   "fp8": read_e4m3, "compressed-tensors": read_e4m3, "bitsandbytes": read_bitsandbytes, "mxfp4": read_mxfp4}
 
 

@@ -2,37 +2,68 @@
 device if it is narrower than the compute dtype."""
 import collections, dataclasses, errno, math, pathlib, re
 from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 from tinygrad import Tensor, dtypes, helpers
 from tinygrad.dtype import DType
 
 from tinyvllm import llama
 from tinyvllm.backend import Linear, Module, renderer
-from tinyvllm.config import check, logger, read_json
+from tinyvllm.config import JsonObject, check, logger, read_json
 from tinyvllm_extra.kernels.buffers import dtype_of, new_tensor
 from tinyvllm_extra.models.quantized import E4M3, Matrix, Quantized, is_small_float
 from tinyvllm_extra.kernels.shards import stack as stack_shards
 from tinyvllm_extra.models.stored_weights import StoredWeights
-from tinyvllm_extra.models.layers import LlamaVariant, row_order
+from tinyvllm_extra.models.layers import LlamaVariant, VariantConfig, row_order
 from tinyvllm_extra.models.table import text_config
 from tinyvllm_extra.options import check_one_device
 from tinyvllm_extra.text.huggingface import ChatTokenizer, load_tokenizer
 
 from . import fit
-from .quantization import (READERS, UNUSED, T, TensorSource, dequantize, describe, find_layouts, map_rows, pad_rows,
-                           quantize, read_matrix, read_stacked, round_scales, split, stack, to_float32)
-from .tensor_files import FLOATS, NUMBERS, StoredTensor, read_safetensors
+from .quantization import (READERS, UNUSED, dequantize, describe, find_layouts, map_rows, pad_rows, quantize,
+                           read_matrix, read_stacked, round_scales, split, stack, to_float32)
 
 MATRICES = (".weight", ".qweight", ".weight_packed")
 # language_model.model.X or, in newer checkpoints, model.language_model.X; the other tensors are for images
 TEXT_TENSORS = re.compile(r"(?:model\.language_model\.|language_model\.model\.)(.*)|(?:language_model\.)?(lm_head.*)")
+# numpy's dtypes by their names in the files. It has no bfloat16
+FLOATS: dict[str, np.dtype] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+NUMBERS: dict[str, np.dtype] = {   # in quantized matrices
+  "U8": np.dtype("u1"), "I8": np.dtype("i1"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8"), "F8_E4M3": E4M3}
 
 
-class FastCheckpoint(TensorSource[T], StoredWeights, llama.Checkpoint):
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+  """A tensor in a file. Each read maps it anew, as the pages of one map of the file would stay in resident memory."""
+  path: pathlib.Path
+  dtype: np.dtype
+  shape: tuple[int, ...]
+  start: int               # byte offset in the file
+  is_transposed: bool = dataclasses.field(default=False, kw_only=True)   # the file stores rows as columns
+
+  nbytes = property(lambda self: math.prod(self.shape) * self.dtype.itemsize)
+
+  T = property(lambda self: dataclasses.replace(self, shape=self.shape[::-1], is_transposed=not self.is_transposed))
+
+  def read(self) -> np.ndarray:
+    if self.is_transposed: return self.T.read().T
+    return np.memmap(self.path, self.dtype, "c", self.start, self.shape)
+  # The bytes in the file
+  def raw(self) -> np.ndarray: return np.memmap(self.path, np.uint8, "c", self.start, (self.nbytes,))
+
+
+T = TypeVar("T", bound=StoredTensor)
+
+
+class FastCheckpoint(StoredWeights, llama.Checkpoint, Generic[T]):
   """A checkpoint whose weights are split for several devices and quantized while they load. A module's `load` gets them
   in these steps: read (defined by each format), order, pad, split, quantize, and place on the devices."""
-  quantization: str | None   # LLM's option
+  quantization: str | None           # LLM's option
+  quantization_config: JsonObject    # config.json's, or empty
+  method: str | None                 # quantization method
+  unread: dict[str, T]               # tensors that no module has read yet, by the names of the model's modules
 
   # Defined by each format. stored_tensors: all tensors of the files by name; raises InputError for an unreadable file
   # or an unsupported dtype. format_of: the format of a matrix in the files, such as "awq int4, groups of 128".
@@ -73,6 +104,19 @@ class FastCheckpoint(TensorSource[T], StoredWeights, llama.Checkpoint):
             "free some, use quantization='int4' (--quantization int4) or choose a smaller model")
       raise
     self.check_unused(self.unread)
+
+  def take(self, name: str, *shape: int) -> T:
+    """Remove and return a tensor. Raises InputError if it is missing or has another shape."""
+    actual = list(self.unread[name].shape) if name in self.unread else "missing"
+    check(actual == [*shape], f"model: {self.path}: tensor {name} is {actual}; its config says {[*shape]}")
+    return self.unread.pop(name)
+
+  def array(self, name: str, *shape: int) -> np.ndarray:
+    """Take a tensor as a memory map, bfloat16 as uint16. Add the model's offset to the weight of a norm."""
+    x = self.take(name, *shape).read()
+    config = self.model.config
+    offset = config.norm_offset if isinstance(config, VariantConfig) and name.endswith("norm.weight") else None
+    return to_float32(x) + np.float32(offset) if offset else x
 
   def check_unused(self, names: Iterable[str]) -> None:
     """Like the core's, but quantized checkpoints may also hold UNUSED tensors, and zero biases for a model without."""
@@ -142,6 +186,22 @@ class FastCheckpoint(TensorSource[T], StoredWeights, llama.Checkpoint):
             f"limit for a tensor is {limit}: choose another device, such as DEV=CPU")
       tensors.append(tensor.realize())
     return tensors[0] if len(tensors) == 1 else stack_shards(tensors)
+
+
+def read_safetensors(path: pathlib.Path, supported: dict[str, np.dtype]) -> dict[str, StoredTensor]:
+  """Return the tensors of a file by name. supported: dtypes by their names in the file. Raises InputError for another
+  dtype or an unreadable file."""
+  try:
+    with safe_open(path, "np") as file: slices = {name: file.get_slice(name) for name in file.offset_keys()}
+  except (OSError, SafetensorError) as e: check(False, f"model: {path} is missing, damaged or truncated: {e}")
+  tensors = {}
+  start = 8 + int(np.fromfile(path, "<u8", 1)[0])   # the tensors follow the header without gaps
+  for name, x in slices.items():
+    dtype = x.get_dtype()
+    check(dtype in supported, f"model: {path}: tensor {name} is {dtype}; supported: {', '.join(supported)}")
+    tensors[name] = StoredTensor(path, supported[dtype], tuple(x.get_shape()), start)
+    start += tensors[name].nbytes
+  return tensors
 
 
 class SafetensorsCheckpoint(FastCheckpoint[StoredTensor]):

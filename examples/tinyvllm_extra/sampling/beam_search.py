@@ -39,8 +39,8 @@ class BeamSearchSequence:
   text: str | None = None                           # text of all tokens, set at the end of the search
 
 
-class BeamSearchOutput(NamedTuple):
-  sequences: list[BeamSearchSequence]               # best first, at most beam_width
+# Best first, at most beam_width
+BeamSearchOutput = NamedTuple("BeamSearchOutput", [("sequences", list[BeamSearchSequence])])
 
 
 class Search:
@@ -66,12 +66,11 @@ class Search:
     full = len(beam.logprobs) == self.params.max_tokens or len(beam.tokens) == self.llm.max_model_len
     return "length" if full else None
 
-  def score(self, beam: BeamSearchSequence) -> float:
-    """Return the log probability, normalized by the length without the prompt."""
-    return beam.cum_logprob / len(beam.logprobs)**self.params.length_penalty
-
   def output(self) -> BeamSearchOutput:
-    best = sorted(self.finished, key=self.score, reverse=True)[:self.params.beam_width]
+    """Return the beams with the best log probabilities, normalized by the length without the prompt."""
+    def score(beam: BeamSearchSequence) -> float:
+      return beam.cum_logprob / len(beam.logprobs)**self.params.length_penalty
+    best = sorted(self.finished, key=score, reverse=True)[:self.params.beam_width]
     for beam in best: beam.text = self.llm.tokenizer.decode(beam.tokens)
     return BeamSearchOutput(best)
 
