@@ -30,10 +30,9 @@ def byte_level(lib: types.ModuleType, config: JsonObject) -> Any:
   bpe.pre_tokenizer = lib.pre_tokenizers.Sequence([split, to_bytes])
   bpe.decoder = lib.decoders.ByteLevel()
   if pre == "qwen2": bpe.normalizer = lib.normalizers.NFC()   # as Qwen's tokenizer; llama.cpp has none
-  token_types = config.get("token_type", [NORMAL] * len(tokens))
-  for add, token_type in ((bpe.add_special_tokens, CONTROL), (bpe.add_tokens, USER_DEFINED)):
-    added = [token for token, x in zip(tokens, token_types, strict=True) if x == token_type]
-    add([lib.AddedToken(token, special=token_type == CONTROL, normalized=False) for token in added])
+  typed_tokens = zip(tokens, config.get("token_type", [NORMAL] * len(tokens)), strict=True)
+  bpe.add_tokens([lib.AddedToken(token, special=token_type == CONTROL, normalized=False)
+                  for token, token_type in typed_tokens if token_type in (CONTROL, USER_DEFINED)])
   if config.get("add_eos_token"):   # embedding models; text generation ignores it
     end = config["eos_token_id"]
     bpe.post_processor = lib.processors.TemplateProcessing(f"$A {tokens[end]}", special_tokens=[(tokens[end], end)])

@@ -16,8 +16,7 @@ from tinyvllm_extra.captures import CAPTURING
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.pooling.pooling_routes import Pooling
 
-from .agents.messages import MessagesBuilder, MessagesRequest
-from .agents.responses import ResponsesBuilder, ResponsesRequest
+from .agents import MessagesBuilder, MessagesRequest, ResponsesBuilder, ResponsesRequest
 from .answers import num_tokens
 from .async_engine import AsyncLLM
 from .chat_page import chat_page

@@ -146,10 +146,9 @@ def wrap_sentencepiece(model: SentencePieceProcessor, config: JsonObject) -> Cha
 def wrap(library: "tokenizers.Tokenizer", config: JsonObject) -> ChatTokenizer:
   """Make a ChatTokenizer from a tokenizers.Tokenizer, with the tokens that only tokenizer_config.json adds."""
   known = {token.content for token in library.get_added_tokens_decoder().values()}
-  for _, token in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
-    if token["content"] in known: continue
-    add = library.add_special_tokens if token.get("special") else library.add_tokens
-    add([optional("tokenizers", "hf", "tokenizer.json").AddedToken(**token)])
+  tokens = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
+  library.add_tokens([optional("tokenizers", "hf", "tokenizer.json").AddedToken(**token)
+                      for _, token in tokens if token["content"] not in known])
   special_ids = {token.content: i for i, token in library.get_added_tokens_decoder().items() if token.special}
   def encode(text: str, special: bool) -> list[int]:   # a batch, because other threads run in the meantime
     return library.encode_batch_fast([text], add_special_tokens=special)[0].ids

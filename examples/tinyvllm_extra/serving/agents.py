@@ -1,0 +1,406 @@
+"""/v1/responses and /v1/messages, the protocols of coding agents. Both translate their body into a chat, and answer
+with a list of blocks of text, reasoning or tool calls. Invariant: at most the last block is open."""
+import dataclasses, re, uuid
+from collections.abc import Iterable
+from typing import Literal
+
+import orjson, pydantic
+from fastapi.exceptions import RequestValidationError
+
+from tinyvllm import CompletionOutput, RequestOutput
+from tinyvllm.config import InputError, JsonObject, check
+from tinyvllm_extra.text.chat_template import INSTRUCTIONS, parse_arguments, plain_text
+
+from .answers import Job
+from .errors import anthropic_error, internal_error
+from .protocol import FIELDS, SAMPLING, ChatCompletionRequest, JsonBody, check_unknown, thinking, with_fields
+
+# Fields that the chat takes over unchanged
+CHAT_FIELDS = SAMPLING.keys() - {"n", "logprobs", "prompt_logprobs"} | {"model", "stream", "priority", "cache_salt"}
+
+
+class Tolerant(JsonBody):
+  """An object that may have unknown fields."""
+  model_config = pydantic.ConfigDict(extra="allow", strict=True)
+
+
+@with_fields(text=str)
+class Part(Tolerant): type: str
+
+
+@with_fields(schema_=(JsonObject | None, pydantic.Field(None, alias="schema")))
+class TextFormat(Tolerant): type: Literal["text", "json_object", "json_schema"]
+
+
+@with_fields(format=TextFormat, effort=str)
+class AnswerOptions(Tolerant):
+  """The format of an answer's text, and the effort of its reasoning."""
+  def response_format(self) -> JsonObject | None:
+    """Return the format as a chat's response_format."""
+    if not self.format: return None
+    schema = {"json_schema": {"schema": self.format.schema_}} if self.format.type == "json_schema" else {}
+    return {"type": self.format.type, **schema}
+
+
+def text_of(content: "str | Iterable[Part] | None", path: str) -> str:
+  """Return the text of a message's content. Raises InputError for images, files and audio."""
+  parts = content if isinstance(content, str | None) else [part.model_dump() for part in content]
+  try: return plain_text({"content": parts})
+  except InputError as error: raise InputError(f"{path}: {error}") from error
+
+
+def add_message(messages: list[JsonObject], role: str, text: str = "", tool_calls: list[JsonObject] | None = None,
+                **fields: object) -> None:
+  """Add a message to a chat. Merge it with the last one if both are the assistant's or the system's."""
+  kind = [INSTRUCTIONS if x in INSTRUCTIONS else x for x in (role, messages[-1]["role"] if messages else None)]
+  if kind[0] != kind[1] or role in ("user", "tool"):
+    messages.append({"role": role, "content": ""})
+  last = messages[-1]
+  last["content"] = "\n".join(filter(None, [last["content"], text]))
+  if tool_calls: fields["tool_calls"] = last.get("tool_calls", []) + tool_calls
+  last |= fields
+
+
+def function(name: str | None, **fields: object) -> JsonObject:
+  return {"type": "function", "function": {"name": name, **fields}}
+
+
+def chat_request(body: Tolerant, chat_template_kwargs: JsonObject, **fields: object) -> ChatCompletionRequest:
+  """Return a chat with `fields` and with the body's CHAT_FIELDS. chat_template_kwargs: defaults for the body's. Raises
+  RequestValidationError, and InputError for a field that must not be ignored."""
+  options = {name: value for name, value in body if name in CHAT_FIELDS}
+  extra = body.model_extra or {}
+  # Other fields of the official clients have no effect here
+  for name in extra.keys() - options.keys() - {"chat_template_kwargs", *FIELDS["ignored_of_agents"]}:
+    if extra[name] is not None: check_unknown(name, extra[name])
+  variables = extra.get("chat_template_kwargs", {})
+  if isinstance(variables, dict): variables = {**chat_template_kwargs, **variables}
+  try: return ChatCompletionRequest.model_validate({**options, "chat_template_kwargs": variables, **fields})
+  except pydantic.ValidationError as error:
+    raise RequestValidationError([{**x, "loc": ("body", *x["loc"])} for x in error.errors()]) from error
+
+
+@dataclasses.dataclass
+class Block:
+  kind: str   # content, reasoning or call
+  index: int
+  id: str
+  name: str = ""   # function name of a call
+  text: str = ""   # text so far; for a call, its arguments
+
+
+def named_event(content: JsonObject) -> bytes:
+  """Return a server-sent event whose name is the content's type."""
+  return b"event: %b\ndata: %b\n\n" % (content["type"].encode(), orjson.dumps(content))
+
+
+class BlockBuilder:
+  """Writes an answer that is a list of blocks. Subclasses write the whole answer, the events of a block, and the first
+  and last events."""
+  def __init__(self, chat: ChatCompletionRequest, job: Job):
+    self.job = job
+    self.parser, = job.parsers(chat)
+    self.blocks: list[Block] = []
+    self.end: CompletionOutput | None = None   # the last output
+
+  is_cut = property(lambda self: self.end is not None and self.end.finish_reason != "stop")
+  has_calls = property(lambda self: any(block.kind == "call" for block in self.blocks))
+
+  def response(self) -> JsonObject:
+    output = self.job.requests[0].output()
+    self.events(0, output, output.outputs[0])
+    return self.whole()
+
+  def events(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
+    """Add a completion's new text to the blocks, and return the events."""
+    events: list[bytes] = []
+    for kind, text in self.parser.feed(completion.text, bool(completion.finish_reason)):
+      if kind == "call": events += self.start(kind, text)
+      elif kind != "arguments" and (not self.blocks or kind != self.blocks[-1].kind): events += self.start(kind)
+      if kind == "call": continue
+      self.blocks[-1].text += text
+      events.append(self.delta(self.blocks[-1], text))
+    if completion.finish_reason:
+      if not self.blocks: events += self.start("content")
+      self.end = completion
+      events.append(self.closing(self.blocks[-1]))
+    return b"".join(events)
+
+  def start(self, kind: str, name: str = "") -> list[bytes]:
+    """Close the last block and open a new one."""
+    closing = [self.closing(block) for block in self.blocks[-1:]]
+    self.blocks.append(Block(kind, len(self.blocks), uuid.uuid4().hex, name))
+    return [*closing, self.opening(self.blocks[-1])]
+
+  def whole(self) -> JsonObject: raise NotImplementedError
+  def opening(self, block: Block) -> bytes: raise NotImplementedError
+  def delta(self, block: Block, text: str) -> bytes: raise NotImplementedError
+  def closing(self, block: Block) -> bytes: raise NotImplementedError
+
+
+# POST /v1/messages and /v1/messages/count_tokens, Anthropic's protocol. Its content blocks become a chat, and the
+# answer's blocks become content blocks. https://docs.anthropic.com/en/api/messages
+
+# Claude Code's first line of the system prompt, which differs in each request and so would defeat the prefix cache
+BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:.*\n?")
+
+
+@with_fields(thinking=str, id=str, name=str, input=JsonObject, tool_use_id=str, content=str | list[Part])
+class ContentBlock(Part):
+  """A block of text, thinking, a tool's call or its result."""
+
+
+@with_fields(content=(str | list[ContentBlock], ...))
+class Message(Tolerant): role: Literal["user", "assistant", "system"]
+
+
+@with_fields(name=(str, ...), description=str, input_schema=JsonObject)   # no schema: runs on Anthropic's servers
+class MessagesTool(Tolerant): ...
+
+
+@with_fields(name=str, disable_parallel_tool_use=bool)
+class MessagesToolChoice(Tolerant): type: Literal["auto", "any", "tool", "none"]
+
+
+@with_fields(messages=(list[Message], ...), model=str, system=str | list[Part], max_tokens=int,
+             stop_sequences=list[str], tools=list[MessagesTool], tool_choice=MessagesToolChoice, thinking=Part,
+             output_config=AnswerOptions, stream=bool)
+class MessagesRequest(Tolerant):
+  """Also accepts the sampling parameters of a chat."""
+  def to_chat(self) -> ChatCompletionRequest:
+    """Return the chat for a body. Raises InputError for content that is not text."""
+    messages: list[JsonObject] = []
+    for part in [self.system] if isinstance(self.system, str) else self.system or []:
+      text = BILLING_HEADER.sub("", part if isinstance(part, str) else text_of([part], "system"))
+      if text: add_message(messages, "system", text)
+    for i, message in enumerate(self.messages): add_turn(messages, message, f"messages.{i}.content")
+    is_prefilled = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+    choice = self.tool_choice or MessagesToolChoice(type="auto")
+    names = {"any": "required", "tool": function(choice.name)}
+    config = self.output_config or AnswerOptions()
+    check(not config.format or config.format.type == "json_schema", "output_config: format.type must be json_schema")
+    variables = thinking(self.thinking.type != "disabled") if self.thinking else {}
+    return chat_request(
+      self, variables, messages=messages, max_tokens=self.max_tokens, stop=self.stop_sequences,
+      reasoning_effort=config.effort,
+      tools=[function(x.name, description=x.description, parameters=x.input_schema) for x in self.tools or []
+             if x.input_schema is not None],
+      tool_choice=names.get(choice.type, choice.type), parallel_tool_calls=not choice.disable_parallel_tool_use,
+      response_format=config.response_format(), continue_final_message=is_prefilled or None)
+
+
+def add_turn(messages: list[JsonObject], message: Message, path: str) -> None:
+  """Add a message to the chat. Each tool result in it becomes a message."""
+  texts = [message.content] if isinstance(message.content, str) else []
+  for block in message.content if isinstance(message.content, list) else []:
+    if block.type == "tool_result":
+      add_message(messages, "tool", text_of(block.content, path), tool_call_id=block.tool_use_id)
+    elif block.type == "tool_use":
+      call = {"id": block.id, **function(block.name, arguments=block.input or {})}
+      add_message(messages, "assistant", tool_calls=[call])
+    elif block.type == "thinking": add_message(messages, "assistant", reasoning_content=block.thinking or "")
+    elif block.type != "redacted_thinking": texts.append(text_of([block], path))
+  if texts: add_message(messages, message.role, "\n".join(texts))
+
+
+class MessagesBuilder(BlockBuilder):
+  """Writes a message, or all events from message_start to message_stop."""
+  def whole(self) -> JsonObject:
+    """Return the message so far."""
+    return {"id": f"msg_{self.job.id}", "type": "message", "role": "assistant", "model": self.job.model_name,
+            "content": [*map(self.content_block, self.blocks)], **self.stop(), "usage": self.usage()}
+
+  def content_block(self, block: Block, is_open: bool = False) -> JsonObject:
+    """Return a content block. is_open: without its text."""
+    text = "" if is_open else block.text
+    if block.kind == "content": return {"type": "text", "text": text}
+    if block.kind == "reasoning":   # clients drop thinking without a signature
+      return {"type": "thinking", "thinking": text, "signature": "" if is_open else block.id}
+    return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": parse_arguments(text)}
+
+  def usage(self) -> JsonObject:
+    usage = self.job.usage()
+    num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {"input_tokens": usage["prompt_tokens"] - num_cached, "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": num_cached, "output_tokens": usage["completion_tokens"] if self.end else 0}
+
+  def stop(self) -> dict[str, str | None]:
+    if not self.end: return {"stop_reason": None, "stop_sequence": None}
+    sequence = self.end.stop_reason if isinstance(self.end.stop_reason, str) else None
+    reason = "tool_use" if self.has_calls else "stop_sequence" if sequence else "end_turn"
+    return {"stop_reason": "max_tokens" if self.is_cut else reason, "stop_sequence": sequence}
+
+  def first_events(self, output: RequestOutput) -> bytes:
+    return named_event({"type": "message_start", "message": self.whole()})
+
+  def block_event(self, name: str, block: Block, **fields: object) -> bytes:
+    return named_event({"type": f"content_block_{name}", "index": block.index, **fields})
+
+  def opening(self, block: Block) -> bytes:
+    return self.block_event("start", block, content_block=self.content_block(block, is_open=True))
+
+  def delta(self, block: Block, text: str) -> bytes:
+    kind, field = {"content": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"),
+                   "call": ("input_json_delta", "partial_json")}[block.kind]
+    return self.block_event("delta", block, delta={"type": kind, field: text})
+
+  def closing(self, block: Block) -> bytes:
+    signature = {"type": "signature_delta", "signature": block.id}
+    start = self.block_event("delta", block, delta=signature) if block.kind == "reasoning" else b""
+    return start + self.block_event("stop", block)
+
+  def last_events(self, error: Exception | None = None) -> bytes:
+    if error: return named_event(anthropic_error(internal_error(error)["error"]))
+    end = {"type": "message_delta", "delta": self.stop(), "usage": self.usage()}
+    return named_event(end) + named_event({"type": "message_stop"})
+
+
+# POST /v1/responses, OpenAI's newer protocol, without stored state: the client sends the whole conversation. Its items
+# become a chat, and the answer's blocks become items. https://platform.openai.com/docs/api-reference/responses
+
+STATEFUL = ("previous_response_id", "conversation", "background", "prompt")   # need stored responses or prompts
+# Properties of the response that repeat the request, with defaults
+ECHO: JsonObject = {"instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True,
+                    "reasoning": None, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": []}
+# By kind of block: type and id prefix of its item, and the events of its text
+ITEMS = {"content": ("message", "msg", "output_text"), "reasoning": ("reasoning", "rs", "reasoning_text"),
+         "call": ("function_call", "fc", "function_call_arguments")}
+
+
+@with_fields(type=str, role=Literal["user", "assistant", "system", "developer"], content=str | list[Part],
+             summary=list[Part], call_id=str, name=str, arguments=str, input=str, output=str | list[Part])
+class Item(Tolerant):
+  """An input item: a message (type: also None), a function call, its output, or reasoning with a summary. input: the
+  argument of a custom tool's call."""
+
+
+@with_fields(name=str, description=str, parameters=JsonObject)
+class ResponsesTool(Tolerant): type: str
+
+
+@with_fields(name=str, mode=(Literal["auto", "required"], "auto"), tools=(list[ResponsesTool], []))
+class ResponsesToolChoice(Tolerant):
+  type: Literal["function", "allowed_tools"]
+
+  def for_chat(self) -> JsonObject:
+    if self.type == "function": return function(self.name)
+    functions = [function(tool.name) for tool in self.tools if tool.type == "function"]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": functions}}
+
+
+@with_fields(input=(str | list[Item], ...), model=str, instructions=str, max_output_tokens=int,
+             tools=list[ResponsesTool], tool_choice=Literal["none", "auto", "required"] | ResponsesToolChoice,
+             parallel_tool_calls=bool, text=AnswerOptions, reasoning=AnswerOptions, metadata=JsonObject, stream=bool)
+class ResponsesRequest(Tolerant):
+  """Also accepts the sampling parameters of a chat."""
+  def to_chat(self) -> ChatCompletionRequest:
+    """Return the chat for a body. Raises InputError for what needs state or is not text."""
+    for name in STATEFUL:
+      check(not (self.model_extra or {}).get(name), f"{name}: the server stores nothing: send the whole input instead")
+    messages: list[JsonObject] = []
+    if self.instructions: add_message(messages, "system", self.instructions)
+    if isinstance(self.input, str): add_message(messages, "user", self.input)
+    else:
+      for i, item in enumerate(self.input): add_item(messages, item, f"input.{i}")
+    choice = self.tool_choice.for_chat() if isinstance(self.tool_choice, ResponsesToolChoice) else self.tool_choice
+    return chat_request(
+      self, {}, messages=messages, max_tokens=self.max_output_tokens, tool_choice=choice,
+      tools=[function(x.name, description=x.description, parameters=x.parameters) for x in functions_of(self)],
+      parallel_tool_calls=self.parallel_tool_calls, reasoning_effort=self.reasoning and self.reasoning.effort,
+      response_format=self.text and self.text.response_format())
+
+
+def functions_of(body: ResponsesRequest) -> list[ResponsesTool]:
+  """Return the function tools. Tools of other types run on OpenAI's servers, or have no JSON arguments."""
+  return [tool for tool in body.tools or [] if tool.type == "function"]
+
+
+def add_item(messages: list[JsonObject], item: Item, path: str) -> None:
+  """Add an input item to the chat. A custom tool's call is one with the argument `input`."""
+  kind = item.type or "message"
+  if kind == "message":
+    check(item.role, f"{path}.role: a message must have a role")
+    add_message(messages, str(item.role), text_of(item.content, f"{path}.content"))
+  elif kind == "reasoning":   # with content or a summary, else encrypted
+    text = text_of(item.content or item.summary, f"{path}.content")
+    if text: add_message(messages, "assistant", reasoning_content=text)
+  elif kind in ("function_call", "custom_tool_call"):
+    arguments = item.arguments if kind == "function_call" else {"input": item.input}
+    add_message(messages, "assistant", tool_calls=[{"id": item.call_id, **function(item.name, arguments=arguments)}])
+  else:
+    check(kind in ("function_call_output", "custom_tool_call_output"),
+          f"{path}: items of type {kind!r} are not supported: leave it out, or send its text as a message")
+    add_message(messages, "tool", text_of(item.output, f"{path}.output"), tool_call_id=item.call_id)
+
+
+class ResponsesBuilder(BlockBuilder):
+  """Writes a response object, or all events up to response.completed."""
+  def __init__(self, source: ResponsesRequest, chat: ChatCompletionRequest, job: Job):
+    super().__init__(chat, job)
+    self.num_events = 0
+    values = source.model_dump(by_alias=True, exclude_unset=True)
+    self.echo = {**ECHO, **{name: values[name] for name in ECHO if values.get(name) is not None}}
+    self.echo["tools"] = [tool.model_dump(exclude_unset=True) for tool in functions_of(source)]
+
+  def event(self, event_name: str, **fields: object) -> bytes:
+    self.num_events += 1
+    return named_event({"type": f"response.{event_name}", "sequence_number": self.num_events - 1, **fields})
+
+  def whole(self, error: str | None = None) -> JsonObject:
+    """Return the response object so far."""
+    is_cut = self.is_cut and not error
+    status = "failed" if error else "in_progress" if not self.end else "incomplete" if is_cut else "completed"
+    usage = self.job.usage() if self.end and not error else None
+    return {
+      "id": f"resp_{self.job.id}", "object": "response", "created_at": self.job.created, "status": status,
+      "background": False, "model": self.job.model_name, "output": [self.item(block) for block in self.blocks],
+      "store": False, "error": {"code": "server_error", "message": error} if error else None,
+      "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None, "previous_response_id": None,
+      "temperature": self.job.params.temperature, "top_p": self.job.params.top_p, "truncation": "disabled", **self.echo,
+      "usage": usage and {
+        "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
+        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": usage["total_tokens"]}}
+
+  def item(self, block: Block, is_open: bool = False) -> JsonObject:
+    """Return an output item. is_open: without its text."""
+    kind, prefix, _ = ITEMS[block.kind]
+    is_cut = self.is_cut and block is self.blocks[-1]
+    status = "in_progress" if is_open else "incomplete" if is_cut else "completed"
+    head = {"id": f"{prefix}_{block.id}", "type": kind, "status": status}
+    content = [] if is_open else [self.part(block)]
+    if block.kind == "content": return {**head, "role": "assistant", "content": content}
+    if block.kind == "reasoning": return {**head, "summary": [], "content": content}
+    return {**head, "call_id": f"call_{block.id}", "name": block.name, "arguments": block.text}
+
+  def part(self, block: Block) -> JsonObject:
+    if block.kind == "reasoning": return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+
+  def block_event(self, event_name: str, block: Block, **fields: object) -> bytes:
+    """Return an event of a block's text."""
+    place = {"item_id": f"{ITEMS[block.kind][1]}_{block.id}", "output_index": block.index}
+    if block.kind != "call": place["content_index"] = 0
+    if event_name.startswith("output_text"): fields["logprobs"] = []
+    return self.event(event_name, **place, **fields)
+
+  def opening(self, block: Block) -> bytes:
+    item = self.event("output_item.added", output_index=block.index, item=self.item(block, is_open=True))
+    return item if block.kind == "call" else item + self.block_event("content_part.added", block, part=self.part(block))
+
+  def delta(self, block: Block, text: str) -> bytes:
+    return self.block_event(f"{ITEMS[block.kind][2]}.delta", block, delta=text)
+
+  def closing(self, block: Block) -> bytes:
+    is_call = block.kind == "call"
+    fields = {"arguments": block.text, "name": block.name} if is_call else {"text": block.text}
+    done = self.block_event(f"{ITEMS[block.kind][2]}.done", block, **fields)
+    if not is_call: done += self.block_event("content_part.done", block, part=self.part(block))
+    return done + self.event("output_item.done", output_index=block.index, item=self.item(block))
+
+  def first_events(self, output: RequestOutput) -> bytes:
+    return b"".join(self.event(name, response=self.whole()) for name in ("created", "in_progress"))
+
+  def last_events(self, error: Exception | None = None) -> bytes:
+    response = self.whole(internal_error(error)["error"]["message"] if error else None)
+    return self.event(response["status"], response=response)

@@ -1,1 +1,0 @@
-"""/v1/responses and /v1/messages, the protocols of coding agents."""
