@@ -2,7 +2,7 @@
 an engine that would compute the same blocks, a block with a wrong checksum is never loaded, and a file is replaced
 completely or not at all."""
 import collections, contextlib, functools, hashlib, json, math, os, pathlib, tempfile, time, weakref, zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import IO, Any
 
 import numpy as np
@@ -123,17 +123,6 @@ class Blocks:
     self._synchronize()
 
 
-@contextlib.contextmanager
-def atomic_write(path: pathlib.Path) -> Iterator[IO[bytes]]:
-  """Open a temporary file that replaces `path` once it is written and flushed to disk. An error deletes it."""
-  with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:   # readable only by its owner
-      yield file
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(file.name, path)
-
-
 def checksum(block_hash: bytes, row: np.ndarray) -> int: return zlib.crc32(row.data, zlib.crc32(block_hash))
 
 
@@ -154,7 +143,12 @@ def save_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
     most_recent = dict.fromkeys([*in_use, *reversed(pool.evictable)])
     cached = [block for block in most_recent if pool.is_cached(block)]
     if not cached: return 0
-    with atomic_write(target) as file: write_blocks(engine, file, cached)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:   # an error deletes it
+      with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:   # readable only by its owner
+        write_blocks(engine, file, cached)
+        file.flush()
+        os.fsync(file.fileno())
+      os.replace(file.name, target)
   logger.info(f"prefix cache: {len(cached)} blocks, {target.stat().st_size / 2**20:.0f} MiB, written to {path} in "
               f"{time.perf_counter() - started:.1f} s")
   return len(cached)

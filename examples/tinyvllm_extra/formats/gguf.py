@@ -18,13 +18,13 @@ from .weights import FastCheckpoint, StoredTensor
 
 # Names in GGUF files and in Hugging Face's. keys: a metadata key without the architecture's prefix -> a field of
 # config.json. names: a component of a tensor's name -> Hugging Face's; own_names: of an architecture. windowed: of
-# files with a sliding window. missing: layer_tensors that an architecture lacks. end_tokens: they end a turn in files
-# without tokenizer.ggml.eot_token_id, as in llama.cpp (src/llama-vocab.cpp)
+# files with a sliding window. permuted: the two rows that RoPE rotates are adjacent in the file. missing: layer_tensors
+# that an architecture lacks. end_tokens: they end a turn in files without tokenizer.ggml.eot_token_id, as in llama.cpp
+# (src/llama-vocab.cpp)
 TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
 KEYS = TABLES["keys"]
 ARCHITECTURES = TABLES["architectures"]
 INTEGERS = {x for x in KEYS.values() if x.startswith(("hidden", "inter", "num", "head", "max", "orig", "sliding"))}
-PERMUTED = ("llama", "smollm3", "granite", "mistral3")   # the two rows that RoPE rotates are adjacent in the file
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")   # in every part of a split model
 
@@ -287,7 +287,7 @@ def rename(path: pathlib.Path, config: JsonObject, tensors: dict[str, GGUFTensor
     components = name.split(".")
     is_supported = len(components) > 1 and all(x in names or x.isdecimal() for x in components[:-1])
     check(is_supported, f"model: {path}: tensor {name} is not supported; supported: {', '.join(names)}")
-    n = permuted.get(components[-2]) if config["model_type"] in PERMUTED else None
+    n = permuted.get(components[-2]) if config["model_type"] in TABLES["permuted"] else None
     if n:   # these rows are in different halves of a head here
       rows = n * config["head_dim"]
       check(tensor.shape[0] == rows, f"model: {path}: tensor {name} has {tensor.shape[0]} rows; expected {rows}")

@@ -1,21 +1,19 @@
 """Structured outputs: llguidance compiles a JSON schema, a regular expression or a grammar to a Constraint, which
 returns the bitmask of allowed tokens at each position."""
-import dataclasses, functools, json, re
+import dataclasses, functools, json, pathlib, re
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 from sentencepiece import SentencePieceProcessor
 
-from tinyvllm.config import InputError, JsonObject, check, has_type
+from tinyvllm.config import InputError, JsonObject, check, has_type, read_json
 from tinyvllm_extra.packages import optional
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 
-# Keywords of JSON Schema whose values are schemas, or objects of schemas; formats that llguidance knows; notes
-SCHEMAS = {"items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProperties"}
-SCHEMA_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
-FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-NOTES = {"title", "description", "$comment", "examples", "default", "deprecated"}
+# Keywords of JSON Schema whose values are schemas, or objects of schemas (maps); formats that llguidance knows;
+# names: in a supported propertyNames
+KEYWORDS = read_json(pathlib.Path(__file__).with_suffix(".json"))
 LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 MAX_MARKER = 16   # maximum tokens of a marker
 MAX_SIZE = 2**19   # characters of a schema, regular expression or grammar
@@ -77,11 +75,11 @@ def narrowed(schema: object) -> object:
   allows less. Notes are dropped, as JSON Schema says, propertyNames becomes properties."""
   if isinstance(schema, list): return [*map(narrowed, schema)]
   if not isinstance(schema, dict): return schema
-  schema = {key: narrowed(x) if key in SCHEMAS else {name: narrowed(y) for name, y in x.items()}
-            if key in SCHEMA_MAPS and isinstance(x, dict) else x for key, x in schema.items()
-            if (key, x) != ("uniqueItems", False) and (key != "format" or x in FORMATS)}
+  schema = {key: narrowed(x) if key in KEYWORDS["schemas"] else {name: narrowed(y) for name, y in x.items()}
+            if key in KEYWORDS["maps"] and isinstance(x, dict) else x for key, x in schema.items()
+            if (key, x) != ("uniqueItems", False) and (key != "format" or x in KEYWORDS["formats"])}
   names, values = schema.get("propertyNames"), schema.get("additionalProperties", True)
-  if isinstance(names, dict) and names.keys() - NOTES <= {"enum", "const", "type"} and "properties" not in schema:
+  if isinstance(names, dict) and {*names} <= {*KEYWORDS["names"]} and "properties" not in schema:
     del schema["propertyNames"]
     keys = names.get("enum", [names["const"]] if "const" in names else None)
     if keys is not None: schema |= {"properties": dict.fromkeys(map(str, keys), values), "additionalProperties": False}

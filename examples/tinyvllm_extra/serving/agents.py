@@ -1,6 +1,6 @@
 """/v1/responses and /v1/messages, the protocols of coding agents. Both translate their body into a chat, and answer
 with a list of blocks of text, reasoning or tool calls. Invariant: at most the last block is open."""
-import dataclasses, re, uuid
+import dataclasses, pathlib, re, uuid
 from collections.abc import Iterable
 from typing import Literal
 
@@ -8,13 +8,18 @@ import orjson, pydantic
 from fastapi.exceptions import RequestValidationError
 
 from tinyvllm import CompletionOutput, RequestOutput
-from tinyvllm.config import InputError, JsonObject, check
+from tinyvllm.config import InputError, JsonObject, check, read_json
 from tinyvllm_extra.text.chat_template import INSTRUCTIONS, parse_arguments, plain_text
 
 from .answers import Job
 from .errors import anthropic_error, internal_error
-from .protocol import FIELDS, SAMPLING, ChatCompletionRequest, JsonBody, check_unknown, thinking, with_fields
+from .protocol import SAMPLING, ChatCompletionRequest, JsonBody, check_unknown, thinking, with_fields
 
+# ignored: fields of the official clients without effect here. stateful: fields that need stored responses or prompts.
+# echo: properties of a response that repeat the request, with defaults; constant: the same in each response. items: by
+# kind of block: type and id prefix of its item, and the events of its text
+TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
+ITEMS = TABLES["items"]
 # Fields that the chat takes over unchanged
 CHAT_FIELDS = SAMPLING.keys() - {"n", "logprobs", "prompt_logprobs"} | {"model", "stream", "priority", "cache_salt"}
 
@@ -70,8 +75,7 @@ def chat_request(body: Tolerant, chat_template_kwargs: JsonObject, **fields: obj
   RequestValidationError, and InputError for a field that must not be ignored."""
   options = {name: value for name, value in body if name in CHAT_FIELDS}
   extra = body.model_extra or {}
-  # Other fields of the official clients have no effect here
-  for name in extra.keys() - options.keys() - {"chat_template_kwargs", *FIELDS["ignored_of_agents"]}:
+  for name in extra.keys() - options.keys() - {"chat_template_kwargs", *TABLES["ignored"]}:
     if extra[name] is not None: check_unknown(name, extra[name])
   variables = extra.get("chat_template_kwargs", {})
   if isinstance(variables, dict): variables = {**chat_template_kwargs, **variables}
@@ -258,14 +262,6 @@ class MessagesBuilder(BlockBuilder):
 # POST /v1/responses, OpenAI's newer protocol, without stored state: the client sends the whole conversation. Its items
 # become a chat, and the answer's blocks become items. https://platform.openai.com/docs/api-reference/responses
 
-STATEFUL = ("previous_response_id", "conversation", "background", "prompt")   # need stored responses or prompts
-# Properties of the response that repeat the request, with defaults
-ECHO: JsonObject = {"instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True,
-                    "reasoning": None, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": []}
-# By kind of block: type and id prefix of its item, and the events of its text
-ITEMS = {"content": ("message", "msg", "output_text"), "reasoning": ("reasoning", "rs", "reasoning_text"),
-         "call": ("function_call", "fc", "function_call_arguments")}
-
 
 @with_fields(type=str, role=Literal["user", "assistant", "system", "developer"], content=str | list[Part],
              summary=list[Part], call_id=str, name=str, arguments=str, input=str, output=str | list[Part])
@@ -295,7 +291,7 @@ class ResponsesRequest(Tolerant):
   """Also accepts the sampling parameters of a chat."""
   def to_chat(self) -> ChatCompletionRequest:
     """Return the chat for a body. Raises InputError for what needs state or is not text."""
-    for name in STATEFUL:
+    for name in TABLES["stateful"]:
       check(not (self.model_extra or {}).get(name), f"{name}: the server stores nothing: send the whole input instead")
     messages: list[JsonObject] = []
     if self.instructions: add_message(messages, "system", self.instructions)
@@ -339,7 +335,8 @@ class ResponsesBuilder(BlockBuilder):
     super().__init__(chat, job)
     self.num_events = 0
     values = source.model_dump(by_alias=True, exclude_unset=True)
-    self.echo = {**ECHO, **{name: values[name] for name in ECHO if values.get(name) is not None}}
+    echo = TABLES["echo"]
+    self.echo = {**echo, **{name: values[name] for name in echo if values.get(name) is not None}}
     self.echo["tools"] = [tool.model_dump(exclude_unset=True) for tool in functions_of(source)]
 
   def event(self, event_name: str, **fields: object) -> bytes:
@@ -352,11 +349,11 @@ class ResponsesBuilder(BlockBuilder):
     status = "failed" if error else "in_progress" if not self.end else "incomplete" if is_cut else "completed"
     usage = self.job.usage() if self.end and not error else None
     return {
-      "id": f"resp_{self.job.id}", "object": "response", "created_at": self.job.created, "status": status,
-      "background": False, "model": self.job.model_name, "output": [self.item(block) for block in self.blocks],
-      "store": False, "error": {"code": "server_error", "message": error} if error else None,
-      "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None, "previous_response_id": None,
-      "temperature": self.job.params.temperature, "top_p": self.job.params.top_p, "truncation": "disabled", **self.echo,
+      **TABLES["constant"], "id": f"resp_{self.job.id}", "created_at": self.job.created, "status": status,
+      "model": self.job.model_name, "output": [self.item(block) for block in self.blocks],
+      "error": {"code": "server_error", "message": error} if error else None,
+      "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+      "temperature": self.job.params.temperature, "top_p": self.job.params.top_p, **self.echo,
       "usage": usage and {
         "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
         "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},

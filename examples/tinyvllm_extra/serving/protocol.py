@@ -33,7 +33,7 @@ Prompts = (str | Annotated[list[str], FailFast] | Annotated[list[int], FailFast]
            Annotated[list[Annotated[list[int], FailFast]], FailFast])
 # Names of fields. no_effect: of OpenAI and vLLM, by type; those of no_effect_if_empty and no_effect_at are limited to
 # the values for which that is true. refused: they change the answer, and are of other routes or of features that
-# tinyvllm lacks. ignored_of_agents: see agents.py
+# tinyvllm lacks
 FIELDS = read_json(pathlib.Path(__file__).with_suffix(".json"))
 TYPES: dict[str, type] = {x.__name__: x for x in (str, dict, list, bool, float)}
 NO_EFFECT: dict[str, object] = {
