@@ -11,7 +11,6 @@ from tinyvllm.request import RequestOutput
 from . import captures, engine_metrics, kernels
 from .cache import prefix_cache
 from .formats import hub
-from .formats.checkpoints import open_checkpoint
 from .kernels import drivers, parallel
 from .models import Embedder, find_model
 from .options import SAMPLING_DEFAULTS, LLMConfig, check_no_lora, document, setup_logging, takes
@@ -40,7 +39,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
   parts = Parts(
     config_class=LLMConfig, make_backend=lambda: kernels.make_backend(),
     open_devices=lambda config: parallel.open_devices(config) if config.tensor_parallel_size > 1 else Devices(),
-    open_checkpoint=lambda path, config: open_checkpoint(path, config.quantization, config.activation_quantization),
+    open_checkpoint=lambda path, config: hub.open_checkpoint(path, config.quantization, config.activation_quantization),
     find_model=lambda hf_config, path, config: find_model(hf_config, path, config.runner),
     params_class=SamplingParams, scheduler_class=engine_metrics.MeteredScheduler, logits=logits.ProcessedLogits(),
     open_proposer=speculation.open_proposer)

@@ -24,7 +24,7 @@ from tinyvllm_extra.kernels import FastBackend, drivers
 from tinyvllm_extra.kernels.drivers import RESERVE
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.kernels.parallel import ShardedDevices, device_names
-from tinyvllm_extra.formats.checkpoints import open_checkpoint
+from tinyvllm_extra.formats.hub import open_checkpoint
 
 GIB = 2**30
 # machine: files of all cases. cases: the content of /proc/self/cgroup, files below /sys/fs/cgroup, RLIMIT_DATA in GiB,

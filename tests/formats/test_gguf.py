@@ -20,7 +20,7 @@ from tinyvllm import LLM
 from tinyvllm.backend import Backend
 from tinyvllm_extra.formats.gguf_tokenizer import make_tokenizer
 from tinyvllm_extra.text.huggingface import load_tokenizer
-from tinyvllm_extra.formats.checkpoints import open_checkpoint
+from tinyvllm_extra.formats.hub import open_checkpoint
 from tinyvllm_extra.models.quantized import Quantized
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512}   # blocks have up to 256 inputs

@@ -13,7 +13,7 @@ from helpers.gguf_files import read_matrices, write_gguf
 from helpers.models import tiny_model
 
 from tinyvllm_extra.models import find_model
-from tinyvllm_extra.formats.checkpoints import open_checkpoint
+from tinyvllm_extra.formats.hub import open_checkpoint
 from tinyvllm_extra.packages import MissingPackage
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512}   # blocks have up to 256 inputs

@@ -25,7 +25,7 @@ from tinyvllm.backend import Backend
 from tinyvllm_extra import kernels
 from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear
 from tinyvllm_extra.formats.quantization import Quantized, dequantize, describe, find_layouts, quantize, read_matrix
-from tinyvllm_extra.formats.checkpoints import open_checkpoint
+from tinyvllm_extra.formats.hub import open_checkpoint
 
 PROMPT = [5, 17, 99, 250, 31]
 REFUSED = read_data("refused_quantization.json")

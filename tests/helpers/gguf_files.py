@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from tinyvllm_extra.formats.checkpoints import open_checkpoint
+from tinyvllm_extra.formats.hub import open_checkpoint
 from tinyvllm_extra.formats.quantization import dequantize
 
 from .data import read_data

@@ -10,7 +10,7 @@ from tinygrad import dtypes
 from tinyvllm.backend import Devices
 from tinyvllm_extra import kernels
 from tinyvllm_extra.kernels import parallel
-from tinyvllm_extra.formats.checkpoints import open_checkpoint
+from tinyvllm_extra.formats.hub import open_checkpoint
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.formats.quantization import dequantize, find_layouts
 from tinyvllm_extra.formats.weights import SafetensorsCheckpoint

@@ -17,7 +17,7 @@ from tinyvllm.backend import Backend
 from tinyvllm.config import InputError
 from tinyvllm_extra.formats import weights
 from tinyvllm_extra.formats.quantization import Quantized, decode_float, dequantize
-from tinyvllm_extra.formats.checkpoints import open_checkpoint
+from tinyvllm_extra.formats.hub import open_checkpoint
 from tinyvllm_extra.models.quantized import E4M3
 
 PROMPT = [5, 17, 99, 250, 31]

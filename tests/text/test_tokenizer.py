@@ -15,7 +15,7 @@ from tinyvllm.request import Sequence
 from tinyvllm.tokenizer import TextStream, Tokenizer
 from tinyvllm_extra.formats.gguf_tokenizer import SPLITS
 from tinyvllm_extra.text.huggingface import load_tokenizer
-from tinyvllm_extra.formats.checkpoints import open_checkpoint
+from tinyvllm_extra.formats.hub import open_checkpoint
 
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" \
        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

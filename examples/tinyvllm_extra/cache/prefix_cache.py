@@ -12,7 +12,7 @@ from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 from tinyvllm.backend import exclusive
 from tinyvllm.config import JsonObject, ModelConfig, check, logger
 from tinyvllm.engine import Engine
-from tinyvllm_extra.formats.checkpoints import open_checkpoint
+from tinyvllm_extra.formats.hub import open_checkpoint
 from tinyvllm_extra.kernels.buffers import buffers_of, copy_to_devices, write
 from tinyvllm_extra.kernels.schedule import kernel_of
 from tinyvllm_extra.sampling.speculation import SpeculativeProposer

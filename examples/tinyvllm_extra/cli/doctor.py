@@ -12,7 +12,7 @@ from tinygrad.device import ALL_DEVICES
 from tinyvllm import __version__, backend, config
 from tinyvllm.config import InputError, JsonObject
 from tinyvllm_extra import kernels
-from tinyvllm_extra.formats.checkpoints import open_checkpoint
+from tinyvllm_extra.formats.hub import open_checkpoint
 from tinyvllm_extra.formats.fit import DTYPES, GIB, QUANTIZED, estimate_fit, open_device, prequantized
 from tinyvllm_extra.formats.gguf import GGUFCheckpoint
 from tinyvllm_extra.kernels.drivers import device_memory, host_memory

@@ -1,5 +1,5 @@
-"""Finds a model on disk, or downloads it from the Hugging Face hub into the hub's cache. A path that exists is never
-looked up on the hub."""
+"""Finds a model on disk, or downloads it from the Hugging Face hub into the hub's cache, and opens it. A path that
+exists is never looked up on the hub."""
 import contextlib, dataclasses, difflib, glob, importlib, os, pathlib, re, shutil, types
 from collections.abc import Collection, Iterator
 
@@ -10,6 +10,8 @@ from tinyvllm_extra.options import LLMConfig, setup_logging
 from tinyvllm_extra.packages import optional
 
 from . import fit
+from .gguf import GGUFCheckpoint
+from .weights import FastCheckpoint, SafetensorsCheckpoint
 
 # ORG/NAME, or for a GGUF model ORG/NAME:TYPE or ORG/NAME:FILE. A name that ends with .gguf is a path
 NAME = re.compile(r"(\w[\w.-]*/[\w.-]+)(?<!\.gguf)(?::(.+))?")
@@ -54,6 +56,15 @@ def local_path(model: str | pathlib.Path, config: LLMConfig = LLMConfig()) -> pa
     hub.snapshot_download(name, revision=repository.commit, cache_dir=repository.cache,   # small files, and links
                           allow_patterns=[*map(glob.escape, files)])
     return repository.folder / files[0] if ENDING.search(files[0]) else repository.folder
+
+
+def open_checkpoint(path: pathlib.Path, quantization: str | None = None, activations: str = "auto") -> FastCheckpoint:
+  """Open a folder in Hugging Face's layout or a GGUF file. quantization: LLM's option. activations: its
+  activation_quantization. Raises InputError for anything else."""
+  is_gguf = path.suffix == ".gguf" and not path.is_dir()
+  checkpoint = (GGUFCheckpoint if is_gguf else SafetensorsCheckpoint)(path, quantization)
+  checkpoint.has_8bit_inputs = activations != "none"
+  return checkpoint
 
 
 class Cache:

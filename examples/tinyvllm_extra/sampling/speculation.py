@@ -16,7 +16,6 @@ from tinyvllm.request import Sequence
 from tinyvllm.runner import Results, Runner, build_step, next_power_of_two
 from tinyvllm.scheduler import BlockManager, Scheduler
 from tinyvllm_extra.formats import hub
-from tinyvllm_extra.formats.checkpoints import open_checkpoint
 from tinyvllm_extra.formats.fit import model_weights, weight_bytes
 from tinyvllm_extra.kernels.cpu import cpu_sums
 from tinyvllm_extra.models import find_model
@@ -247,7 +246,7 @@ def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner],
 def load_draft_model(target: LoadedModel, config: SpeculativeConfig, num_bytes: int) -> Llama:
   path = hub.local_path(str(config.model))
   prefix = f"speculative_config: the draft model {str(path)!r}"
-  checkpoint = open_checkpoint(path, config.quantization, vars(target.config)["activation_quantization"])
+  checkpoint = hub.open_checkpoint(path, config.quantization, vars(target.config)["activation_quantization"])
   model_config, model_class = find_model(checkpoint.hf_config, path)
   vocab_size = target.model_config.vocab_size
   check(model_config.vocab_size == vocab_size, f"{prefix} has a vocab_size of {model_config.vocab_size}, the target "
