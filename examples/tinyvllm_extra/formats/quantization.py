@@ -165,7 +165,7 @@ def read_matrix(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> 
   return Quantized(q[:, order], narrow(scale), narrow(offset) if offset.any() else None, order)
 
 
-# Matrices of other formats than integers with a scale. A reader returns None for a matrix without its tensors
+# Matrices of other formats than integers with a scale. A reader leaves a matrix without its tensors to read_matrix
 
 # Endings of tensors that are not read: derived from others, or scales of activations and of the KV cache
 UNUSED = (".weight_shape", ".input_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale")
@@ -176,11 +176,11 @@ def read_any(source: "FastCheckpoint", name: str) -> np.ndarray:
   return source.array(name, *(source.unread[name].shape if name in source.unread else ()))
 
 
-def read_e4m3(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix | None:
+def read_e4m3(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix:
   """Read e4m3 with one scale per matrix, output or block. A block's scale is repeated for its outputs. A smaller last
   block makes smaller groups."""
   weight, tensors, config = f"{name}.weight", source.unread, source.quantization_config
-  if weight not in tensors or tensors[weight].dtype != E4M3: return None
+  if weight not in tensors or tensors[weight].dtype != E4M3: return read_matrix(source, name, shape)
   key = next((x for x in (f"{weight}_scale_inv", f"{weight}_scale") if x in tensors), f"{weight}_scale")
   scale = np.atleast_1d(to_float32(read_any(source, key)))   # a factor, in spite of the name weight_scale_inv
   scale = scale.reshape(len(scale), -1)
@@ -194,11 +194,11 @@ def read_e4m3(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Ma
   return Quantized(source.array(weight, *shape), narrow(scale), None, np.arange(shape[1]))
 
 
-def read_bitsandbytes(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix | None:
+def read_bitsandbytes(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix:
   """Read nf4 or fp4: indices into a table of 16 values, times the maximum of each block of consecutive weights. With
   double quantization these maxima are indices, too. Like bitsandbytes, round to the dtype of the original weights."""
   state = next((x for x in source.unread if x.startswith(f"{name}.weight.quant_state.")), None)
-  if state is None: return None
+  if state is None: return read_matrix(source, name, shape)
   def read(suffix): return read_any(source, f"{name}.weight{suffix}").ravel()
   config = json.loads(read_any(source, state).tobytes())
   q, scale, table = read("").view(np.uint8), read(".absmax"), source.array(f"{name}.weight.quant_map", 16)
@@ -215,16 +215,16 @@ def read_bitsandbytes(source: "FastCheckpoint", name: str, shape: tuple[int, int
   return (bits + 0x7fff + (bits >> 16 & 1) >> 16).astype(np.uint16)   # to nearest, ties to even
 
 
-def read_stacked(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix | None:
+def read_stacked(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix:
   """Read matrices of all experts, (experts, in, out), as one with stacked rows."""
   stored = source.unread.get(f"{name}.weight")
-  if stored is None or len(stored.shape) != 3 or ".experts." not in name: return None
+  if stored is None or len(stored.shape) != 3 or ".experts." not in name: return read_matrix(source, name, shape)
   count = stored.shape[0]
   weight = source.array(f"{name}.weight", count, shape[1], shape[0] // count)
   return np.ascontiguousarray(weight.swapaxes(1, 2)).reshape(shape)
 
 
-def read_mxfp4(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix | None:
+def read_mxfp4(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix:
   """Read e2m1 in blocks of 32 along the inputs with a power of two as their scale (OCP Microscaling Formats 1.0)."""
   stored = source.unread.get(f"{name}.blocks")
   if stored is None: return read_stacked(source, name, shape)
@@ -236,7 +236,7 @@ def read_mxfp4(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> M
   return Quantized(q, scale, None, np.arange(shape[1]))
 
 
-READERS: dict[str | None, Callable[["FastCheckpoint", str, tuple[int, int]], Matrix | None]] = {   # by quant_method
+READERS: dict[str | None, Callable[["FastCheckpoint", str, tuple[int, int]], Matrix]] = {   # by quant_method
   "fp8": read_e4m3, "compressed-tensors": read_e4m3, "bitsandbytes": read_bitsandbytes, "mxfp4": read_mxfp4}
 
 
@@ -266,16 +266,11 @@ def stack(matrices: Sequence[Matrix]) -> Matrix:
   is_alike = len({(x.q.dtype, x.scale.shape[1], x.order.tobytes()) for x in quantized}) + bool(arrays) == 1
   check(is_alike, "quantization_config: q, k and v of a layer, or gate and up, are not quantized alike: quantize them "
         "together")
-  if quantized: return stack_quantized(quantized)
-  is_mixed = len({x.dtype for x in arrays}) > 1
-  return np.concatenate([to_float32(x) for x in arrays] if is_mixed else arrays)
-
-
-def stack_quantized(matrices: Sequence[Quantized]) -> Quantized:
-  has_offset = any(x.offset is not None for x in matrices)
-  offsets = [np.zeros_like(x.scale) if x.offset is None else x.offset for x in matrices if has_offset]
-  return Quantized(np.concatenate([x.q for x in matrices]), np.concatenate([x.scale for x in matrices]),
-                   np.concatenate(offsets) if has_offset else None, matrices[0].order)
+  if arrays: return np.concatenate([to_float32(x) for x in arrays] if len({x.dtype for x in arrays}) > 1 else arrays)
+  has_offset = any(x.offset is not None for x in quantized)
+  offsets = [np.zeros_like(x.scale) if x.offset is None else x.offset for x in quantized if has_offset]
+  return Quantized(np.concatenate([x.q for x in quantized]), np.concatenate([x.scale for x in quantized]),
+                   np.concatenate(offsets) if has_offset else None, quantized[0].order)
 
 
 def pad_rows(w: Matrix, count: int) -> Matrix:
@@ -300,12 +295,12 @@ def split(w: Matrix, count: int, axis: int, dtype: DTypeLike = np.float16) -> li
   return [Quantized(*shard, np.arange(shard[0].shape[1]) if axis == 1 else w.order) for shard in shards]
 
 
-def quantize(weight: np.ndarray, bits: int) -> Quantized:
+def quantize(weight: np.ndarray, bits: int) -> Matrix:
   """Quantize a matrix, (out, in). int8: symmetric. int4: scale and offset minimize the squared error."""
   rows = max(1, CHUNK // weight.shape[1])
   chunks = [weight[i:i + rows] for i in range(0, len(weight), rows)]
   with concurrent.futures.ThreadPoolExecutor() as pool:
-    return stack_quantized([*pool.map(lambda chunk: quantize_rows(chunk, bits), chunks)])
+    return stack([*pool.map(lambda chunk: quantize_rows(chunk, bits), chunks)])
 
 
 def quantize_rows(weight: np.ndarray, bits: int) -> Quantized:

@@ -23,7 +23,7 @@ from tinyvllm_extra.text.huggingface import ChatTokenizer, load_tokenizer
 
 from . import fit
 from .quantization import (READERS, UNUSED, dequantize, describe, find_layouts, map_rows, pad_rows, quantize,
-                           read_matrix, read_stacked, round_scales, split, stack, to_float32)
+                           read_stacked, round_scales, split, stack, to_float32)
 
 MATRICES = (".weight", ".qweight", ".weight_packed")
 # language_model.model.X or, in newer checkpoints, model.language_model.X; the other tensors are for images
@@ -236,9 +236,7 @@ class SafetensorsCheckpoint(FastCheckpoint[StoredTensor]):
     return describe(self.quantization_config) + ("" if is_native else ", dequantized")
 
   def read_matrices(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
-    read = READERS.get(self.method, read_stacked)
-    matrices = [(name, shape, read(self, name, shape)) for name, shape in shapes.items()]
-    return [read_matrix(self, name, shape) if matrix is None else matrix for name, shape, matrix in matrices]
+    return [READERS.get(self.method, read_stacked)(self, name, shape) for name, shape in shapes.items()]
 
 
 def supports_e4m3() -> bool:
