@@ -198,16 +198,12 @@ def load_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
   return count
 
 
-def check_identity(engine: Engine, metadata: dict[str, str], prefix: str) -> None:
-  own = identity(engine)
-  differences = [f"{name} {metadata.get(name)!r}, here {x!r}" for name, x in own.items() if metadata.get(name) != x]
-  check(own == metadata, f"{prefix} has blocks that do not fit this engine ({'; '.join(differences)}): remove it, or "
-        "choose another file")
-
-
 def read_blocks(engine: Engine, file: safe_open, prefix: str) -> int:
   """Validate a safetensors file and load its blocks. prefix: start of error messages."""
-  check_identity(engine, file.metadata() or {}, prefix)
+  found = file.metadata() or {}
+  differences = [f"{x} {found.get(x)!r}, here {own!r}" for x, own in identity(engine).items() if found.get(x) != own]
+  check(found == identity(engine), f"{prefix} has blocks that do not fit this engine ({'; '.join(differences)}): "
+        "remove it, or choose another file")
   blocks = Blocks(engine)
   pool = engine.blocks
   slices = {name: file.get_slice(name) for name in ("keys", "blocks", "checksums")}
