@@ -136,8 +136,8 @@ class OwnWeights(RandomCheckpoint):
 def random_weights(checkpoint: type[SafetensorsCheckpoint] = RandomCheckpoint) -> ExitStack:
   """Return a context in which models and draft models load through `checkpoint`."""
   stack = ExitStack()
-  for module in ("tinyvllm_extra.llm", "tinyvllm_extra.sampling.speculation"):
-    stack.enter_context(patch(f"{module}.open_checkpoint", lambda path, *options: checkpoint(path, options[0])))
+  stack.enter_context(patch("tinyvllm_extra.formats.hub.open_checkpoint",
+                            lambda path, *options: checkpoint(path, options[0])))
   return stack
 
 
