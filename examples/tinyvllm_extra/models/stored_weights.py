@@ -29,7 +29,7 @@ class PlainWeights(StoredWeights):
 
   def vectors(self, module: Module, suffix: str, *columns: int) -> list[np.ndarray]:
     parts = [self.checkpoint.read(f"{name}.{suffix}", n, *columns) for name, n in module.sources.items()]
-    return [np.concatenate([part.cast(dtypes.float32).numpy() for part in parts])]
+    return [np.concatenate([part.to(None).cast(dtypes.float32).numpy() for part in parts])]
 
   def matrices(self, module: Linear) -> Sequence[Matrix]:
     return self.vectors(module, "weight", module.weight.max_numel() // module.out_features)

@@ -17,7 +17,8 @@ from .protocol import SAMPLING, ChatCompletionRequest, JsonBody, check_unknown, 
 
 # ignored: fields of the official clients without effect here. stateful: fields that need stored responses or prompts.
 # echo: properties of a response that repeat the request, with defaults; constant: the same in each response. items: by
-# kind of block: type and id prefix of its item, and the events of its text
+# kind of block: type and id prefix of its item, and the events of its text. deltas: by kind of block: type and field of
+# a delta of /v1/messages
 TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
 ITEMS = TABLES["items"]
 # Fields that the chat takes over unchanged
@@ -244,8 +245,7 @@ class MessagesBuilder(BlockBuilder):
     return self.block_event("start", block, content_block=self.content_block(block, is_open=True))
 
   def delta(self, block: Block, text: str) -> bytes:
-    kind, field = {"content": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"),
-                   "call": ("input_json_delta", "partial_json")}[block.kind]
+    kind, field = TABLES["deltas"][block.kind]
     return self.block_event("delta", block, delta={"type": kind, field: text})
 
   def closing(self, block: Block) -> bytes:
