@@ -20,6 +20,8 @@ FILES = re.compile(r"(config|generation_config|tokenizer(_config|)|special_token
                    r"1_Pooling/config)\.json|tokenizer\.model|(additional_chat_templates/[^/]+|chat_template)\.jinja|"
                    r"(?!consolidated|adapter)[^/]+\.safetensors(\.index\.json)?")
 ENDING = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE)   # ending of a GGUF file, or of a part of a split one
+# Messages for classes of huggingface_hub.errors; the first one that matches applies
+ERRORS = read_json(pathlib.Path(__file__).with_suffix(".json"))
 
 
 def match_name(model: object) -> re.Match | None:
@@ -106,19 +108,12 @@ def formats_of(files: Collection[str]) -> list[str]:
 @contextlib.contextmanager
 def explained_errors(hub: types.ModuleType, prefix: str, url: str, revision: str | None) -> Iterator[None]:
   """Raise huggingface_hub's errors as InputError or RuntimeError, with a remedy."""
-  errors = hub.errors
-  def first_line(error: Exception) -> str: return str(error).partition("\n")[0]
   try: yield
-  except errors.GatedRepoError as e:
-    raise InputError(f"{prefix} is gated: accept its license on {url} and set HF_TOKEN") from e
-  except errors.RepositoryNotFoundError as e:
-    raise InputError(f"{prefix} is neither a path nor a public model, {url}: if it is private, set HF_TOKEN") from e
-  except errors.RevisionNotFoundError as e:
-    raise InputError(f"revision={revision!r} does not exist: choose one of {url}/commits") from e
-  except (errors.RevisionResolutionError, errors.IncompleteSnapshotError, errors.OfflineModeIsEnabled) as e:
-    raise InputError(f"{prefix} is neither a path nor in the cache, and cannot be downloaded: {first_line(e)}") from e
-  except (errors.HTTPError, OSError) as e:
-    raise RuntimeError(f"{prefix}: the download failed, repeat it to continue: {first_line(e)}") from e
+  except (hub.errors.HTTPError, hub.errors.RevisionResolutionError, OSError) as e:
+    fields = {"prefix": prefix, "url": url, "revision": revision, "reason": str(e).partition("\n")[0]}
+    texts = [text for name, text in ERRORS.items() if isinstance(e, getattr(hub.errors, name))]
+    if texts: raise InputError(texts[0].format(**fields)) from e
+    raise RuntimeError(f"{prefix}: the download failed, repeat it to continue: {fields['reason']}") from e
 
 
 class Repository:
