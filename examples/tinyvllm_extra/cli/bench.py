@@ -15,14 +15,10 @@ from tinyvllm_extra.formats.fit import model_weights, plain_weights
 from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.serving.client import Remote
 
-from .flags import BenchConfig, select_options
+from .flags import FLAGS, BenchConfig, select_options
 
 # times: of the request, its first token, …, its last token; of a server's answer one for each event
 Answer = NamedTuple("Answer", [("times", list[float]), ("num_tokens", int)])
-# The columns of llama-bench
-HEADER = """\
-| model                     |          size |       params | backend | threads |    test |                t/s |
-| ------------------------- | ------------: | -----------: | ------- | ------: | ------: | -----------------: |"""
 MODES = {"": slice(3), "throughput": slice(3, -3), "serve": slice(3, None)}   # -> fields of BenchConfig that it uses
 STATISTICS: dict[str, Callable[[list[float]], float]] = {
   "Mean": np.mean, "Median": np.median, "P99": functools.partial(np.percentile, q=99)}
@@ -53,7 +49,7 @@ def rates(llm: LLM, config: BenchConfig) -> None:
   n_gen = min(128, half) if config.n_gen is None else config.n_gen
   size = sum(x.nbytes for x in model_weights(model)) / 2**20
   params = sum(x.num_elements for x in plain_weights(llm.model_config, type(model))) / 1e6
-  print(HEADER)
+  print(*FLAGS["bench_header"], sep="\n")   # llama-bench's columns
   for test, n, shape in (("pp", n_prompt, (n_prompt, 1)), ("tg", n_gen, (1, n_gen))):
     if not n: continue
     times = np.array([run(llm, 1, *shape)[0].times for _ in range(config.repetitions + 1)][1:])

@@ -9,8 +9,9 @@ from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.packages import optional
 from tinyvllm_extra.vllm_options import NO_EFFECT, TABLE
 
-# Groups of --help (only --help-all shows other flags), llama.cpp's letters, units of integers, values of a bool's
-# environment variable, and commands: arguments: of add_argument, by flag; variables: of add_variable, by group
+# Groups of --help (only --help-all shows other flags), llama.cpp's letters, units of integers, `tinyvllm run`'s
+# defaults, values of a bool's environment variable, and commands: arguments: of add_argument, by flag; variables: of
+# add_variable, by group
 FLAGS = read_json(pathlib.Path(__file__).with_suffix(".json"))
 FLAG_SYNTAX = re.compile(r"(--?[A-Za-z][\w-]*)((?:\.[\w-]+)*)(=.*)?", re.DOTALL)   # name, .keys, =value
 
@@ -49,13 +50,10 @@ def parsing_of(field: dataclasses.Field) -> JsonObject:
   return {"type": integer if item is int else item, "metavar": metavar, **several}
 
 
-RUN_DEFAULTS = {"temperature": "model's", "max_tokens": "no limit"}   # of `tinyvllm run`
-
-
 def help_of(field: dataclasses.Field, words: str) -> str:
   """Return a field's help text, and its default value unless the text states it. words: of the command."""
   text = field.metadata["help"]
-  default: object = (RUN_DEFAULTS if "MODEL" in words else {"temperature": 0.0}).get(field.name, field.default)
+  default: object = (FLAGS["run_defaults"] if "MODEL" in words else {"temperature": 0.0}).get(field.name, field.default)
   if field.type is bool: default = "on" if default else "off"
   return (text if "(default: " in text else f"{text} (default: {default})").replace("%", "%%")
 

@@ -1,5 +1,5 @@
 """Error responses in OpenAI's format, or in Anthropic's for /v1/messages, and the handlers of exceptions in routes."""
-import http, json
+import http, json, pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
-from tinyvllm.config import InputError, JsonObject, logger
+from tinyvllm.config import InputError, JsonObject, logger, read_json
 from tinyvllm_extra.packages import MissingPackage
 
 from .async_engine import StepError
@@ -21,23 +21,20 @@ def error_body(status: int, message: str, param: str | None = None) -> JsonObjec
   return {"error": {"message": message, "type": error_type, "param": param, "code": status}}
 
 
-ANTHROPIC_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
-                   413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+# By status: types of errors in Anthropic's format, and headers
+TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
 
 
 def anthropic_error(error: JsonObject) -> JsonObject:
   """Return the body for an error in Anthropic's format. error: in OpenAI's format."""
-  error_type = ANTHROPIC_TYPES.get(error["code"], "api_error")
+  error_type = TABLES["anthropic"].get(str(error["code"]), "api_error")
   return {"type": "error", "error": {"type": error_type, "message": error["message"]}}
-
-
-HEADERS = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 431: {"Connection": "close"}}   # by status of an error
 
 
 class ErrorJSON(JSONResponse):
   """An error response in OpenAI's format, and in Anthropic's on its routes."""
   def __init__(self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None):
-    super().__init__(error_body(status, message, param), status, headers or HEADERS.get(status))
+    super().__init__(error_body(status, message, param), status, headers or TABLES["headers"].get(str(status)))
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     if "/v1/messages" in scope["path"]:
