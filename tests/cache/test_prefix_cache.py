@@ -2,8 +2,6 @@
 engines or damaged blocks are never loaded; a file is replaced atomically. Most tests simulate a restart:
 they empty an engine's cache and fill its blocks with noise."""
 import asyncio
-import logging
-import os
 import random
 import shutil
 from pathlib import Path
@@ -19,11 +17,9 @@ from helpers.servers import wait_until
 from safetensors import safe_open
 from tinygrad import Tensor, dtypes
 
-from tinyvllm import LLM
+from tinyvllm import LLM, AsyncLLM
 from tinyvllm.backend import Devices
 from tinyvllm_extra.cache import prefix_cache
-from tinyvllm_extra.cache.prefix_cache import Blocks
-from tinyvllm_extra.serving.async_engine import AsyncLLM
 
 
 # Cache hits after a restart
@@ -33,7 +29,7 @@ def test_load_in_new_engine_gives_equal_outputs_and_hits(engine, folder, tmp_pat
   answers, _ = run(restart(engine), *first, first[1])   # the second is the most recently used
   again = [*first, first[0] + answers[0] + prompt(3, "b"), first[1][:3 * BS] + prompt(9, "c"), prompt(20, "d")]
   (tmp_path / "link").symlink_to(tmp_path / "cache")
-  with caplog.at_level(logging.INFO, "tinyvllm"):
+  with caplog.at_level("INFO", "tinyvllm"):
     count, new = engine.save_prefix_cache(tmp_path / "link"), LLM(folder, **ENGINE)
     assert new.load_prefix_cache(str(tmp_path / "link")) == count == len(engine.blocks.cached_blocks)
   assert sum(f"prefix cache: {count} blocks" in line for line in caplog.messages) == 2
@@ -112,7 +108,7 @@ def test_load_and_save_in_several_batches_are_complete(engine, file, saved, monk
   run(restart(engine), prompt(5 * BS + 1, "saved", 1))
   missing = {*expected} - {*engine.blocks.cached_blocks}
   assert 3 < len(missing) < len(expected) and engine.load_prefix_cache(file) == len(missing)
-  assert Blocks(engine).count == 3 and contents(engine) == expected
+  assert prefix_cache.Blocks(engine).count == 3 and contents(engine) == expected
   before = file.read_bytes()
   restart(engine).load_prefix_cache(file)
   assert engine.save_prefix_cache(file) == len(expected) and file.read_bytes() == before
@@ -129,7 +125,7 @@ def test_blocks_of_any_dtypes_and_shapes_are_read_and_written():
   runners = [SimpleNamespace(kv_caches=[part], model=model) for part in (caches[:2], caches[2:])]
   fake = SimpleNamespace(runners=runners, blocks=SimpleNamespace(num_blocks=n))
   for x in buffers(fake): x.allocator._copyin(x._buf, memoryview(bytearray(rng.bytes(x.nbytes))))
-  blocks = Blocks(fake)
+  blocks = prefix_cache.Blocks(fake)
   expected = np.concatenate([np.frombuffer(x.as_memoryview(), np.uint8).reshape(n, -1) for x in buffers(fake)], 1)
   assert blocks.count == n and (blocks.read([3, 1, 10]) == expected[[3, 1, 10]]).all()
   expected[[4, 9]] = rng.integers(0, 256, (2, blocks.row_bytes), np.uint8)
@@ -207,11 +203,11 @@ def test_model_replaced_before_shutdown_refuses_old_blocks(folder, tmp_path):
 def test_async_llm_with_unusable_file_warns_and_continues(folder, file, caplog):
   """At startup and at shutdown, one line each."""
   with_metadata(file, format="0")
-  with caplog.at_level(logging.WARNING, "tinyvllm"):
+  with caplog.at_level("WARNING", "tinyvllm"):
     llm = AsyncLLM(folder, prefix_cache_file=str(file), **ENGINE)
     run(llm.llm, prompt(20, "unusable"))
     file.unlink()
     file.mkdir()
     llm.shutdown()
   assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
-  assert "format '0'" in caplog.text and "is not written" in caplog.text and os.listdir(file.parent) == [file.name]
+  assert "format '0'" in caplog.text and "is not written" in caplog.text and [*file.parent.iterdir()] == [file]

@@ -14,8 +14,7 @@ from helpers.data import read_data
 from helpers.engines import ENGINE, greedy, tokens
 from tinygrad.device import CompileError
 
-import tinyvllm
-from tinyvllm import LLM, SamplingParams, generate, generate_stream
+from tinyvllm import LLM, SamplingParams, __version__, generate, generate_stream
 from tinyvllm_extra.cli.flags import select_options
 from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.packages import MissingPackage, optional
@@ -130,7 +129,7 @@ def test_words_of_a_command_may_follow_flags(command, words):
 @pytest.mark.parametrize("flag", ["--version", "-V"])
 def test_version_flag_prints_version(flag):
   run = run_command(flag)
-  assert (run.returncode, run.stdout) == (0, f"{tinyvllm.__version__}\n")
+  assert (run.returncode, run.stdout) == (0, f"{__version__}\n")
 
 
 # Prompts of the command line and of stdin
@@ -198,7 +197,7 @@ def test_bash_completes_commands_and_flags(words, expected):
   CompileError("unknown type"), subprocess.CalledProcessError(1, ["clang"]), RuntimeError("no device"),
   MissingPackage("install it"), ValueError("a bad value"), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
 def test_expected_error_is_one_line_and_exit_code_1_or_130(monkeypatch, error):
-  monkeypatch.setattr(tinyvllm, "LLM", mock.Mock(side_effect=error))
+  monkeypatch.setattr("tinyvllm.LLM", mock.Mock(side_effect=error))
   run = run_command("generate", "Hello")
   expected = (130, "") if isinstance(error, KeyboardInterrupt) else (1, f"tinyvllm: {error}\n")
   assert (run.returncode, run.stderr, run.stdout) == (*expected, "")

@@ -20,8 +20,7 @@ from helpers.record_models import write_model
 from tinygrad import dtypes, nn
 from tinygrad.device import ALL_DEVICES
 
-import tinyvllm
-from tinyvllm import LLM, backend, config
+from tinyvllm import LLM, __version__, backend, config
 from tinyvllm_extra.cli import doctor
 from tinyvllm_extra.formats.fit import estimate_fit, prequantized
 from tinyvllm_extra.kernels.drivers import DriverMemory
@@ -129,7 +128,7 @@ def test_report_describes_the_machine_and_its_compiler(machine, monkeypatch, tmp
   result = report()[1]
   facts = result["machine"]
   assert 0 < facts.pop("free_gib") < facts.pop("total_gib")
-  assert facts == {"tinyvllm": tinyvllm.__version__, "tinygrad": importlib.metadata.version("tinygrad"),
+  assert facts == {"tinyvllm": __version__, "tinygrad": importlib.metadata.version("tinygrad"),
                    "python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count()}
   assert result["compiler"] == {"path": str(program), "version": "clang version 1"}
 

@@ -7,7 +7,6 @@ import re
 import shutil
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 from helpers.commands import FLAGS, error_line, run_command
 from helpers.data import read_data
@@ -15,7 +14,7 @@ from helpers.engines import ENGINE
 from helpers.hub import COMMIT, Hub
 from helpers.models import tensor_shapes, tiny_config, tiny_model
 from helpers.servers import LocalServer
-from huggingface_hub import constants, hf_api
+from huggingface_hub import constants, get_hf_file_metadata, hf_api
 
 from tinyvllm import LLM, InputError
 from tinyvllm_extra.formats import fit
@@ -224,9 +223,10 @@ def test_closed_connection_resumes_the_download(hub, gguf_repository, report, mo
 @pytest.mark.parametrize("size,is_own", [(0, True), (1, False)])
 def test_file_above_http_limit_is_left_to_huggingface_hub(hub, gguf_repository, monkeypatch, size, is_own):
   """Its other protocol is not used here, so that it fails."""
-  calls, get = [], huggingface_hub.get_hf_file_metadata
+  calls = []
   monkeypatch.setattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", (gguf_repository / "tiny-F16.gguf").stat().st_size - size)
-  monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url: calls.append(url) or get(url))
+  monkeypatch.setattr("huggingface_hub.get_hf_file_metadata",
+                      lambda url: calls.append(url) or get_hf_file_metadata(url))
   with contextlib.nullcontext() if is_own else pytest.raises(ValueError): local_path("org/tiny-GGUF:F16")
   assert bool(calls) == is_own
 

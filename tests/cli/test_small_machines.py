@@ -14,14 +14,12 @@ from helpers.gguf_files import write_gguf
 from helpers.models import read_safetensors, tensor_shapes, tiny_config, tiny_model, write_safetensors
 from tinygrad import dtypes
 
-from tinyvllm import LLM
+from tinyvllm import LLM, InputError
 from tinyvllm.backend import Memory
-from tinyvllm.config import InputError
 from tinyvllm_extra.formats import fit
 from tinyvllm_extra.cli import doctor
 from tinyvllm_extra import host_memory
 from tinyvllm_extra.kernels import FastBackend, drivers
-from tinyvllm_extra.kernels.drivers import RESERVE
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.kernels.parallel import ShardedDevices, device_names
 from tinyvllm_extra.formats.hub import open_checkpoint
@@ -46,7 +44,7 @@ def test_free_memory_is_least_limit_minus_used(monkeypatch, tmp_path, case):
   monkeypatch.setattr(resource, "getrlimit", lambda kind: {resource.RLIMIT_DATA: (limit, limit)}[kind])
   free, total = drivers.host_memory().free, doctor.describe(SimpleNamespace(device="CPU", arch="x"))[1]
   assert [free / GIB, total / GIB] == case["expected"]
-  assert FastBackend.memory.free(("CPU",)) == max(0, free - RESERVE)
+  assert FastBackend.memory.free(("CPU",)) == max(0, free - drivers.RESERVE)
 
 
 def test_free_memory_without_proc_is_free_pages(tmp_path, monkeypatch):
@@ -68,7 +66,7 @@ def open_model(path, dtype="float32", num_devices=1):
 
 
 def set_free_memory(monkeypatch, free):
-  report = drivers.MemoryReport(free + RESERVE, free + RESERVE)
+  report = drivers.MemoryReport(free + drivers.RESERVE, free + drivers.RESERVE)
   monkeypatch.setattr(drivers, "host_memory", lambda: report)
 
 

@@ -1,6 +1,5 @@
 """Command lines of vLLM's documentation, recipes and deployment examples, at the level of parsing: each is accepted, or
 refused in one line that names the option and its value. They are in data/vllm_options.json."""
-import logging
 import shlex
 from string import Template
 
@@ -81,7 +80,7 @@ def test_invalid_config_file_raises(tmp_path, content, words):
 # Options
 
 def test_ignored_options_are_logged_in_one_line(caplog):
-  caplog.set_level(logging.INFO, "tinyvllm")
+  caplog.set_level("INFO", "tinyvllm")
   LLM(trust_remote_code=True, swap_space=4, max_num_seqs=2)
   line, = [line for line in caplog.messages if "without effect" in line]
   assert line.endswith(": swap_space=4, trust_remote_code=True")

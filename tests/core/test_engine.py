@@ -9,8 +9,7 @@ from helpers.engines import (ENGINE, assert_same_outputs, check_invariants, coun
                              run_to_end, set_overlap, tokens)
 from helpers.reference import reference_greedy
 
-import tinyvllm
-from tinyvllm import LLM, LLMEngine, RequestOutput, SamplingParams
+from tinyvllm import LLM, LLMEngine, RequestOutput, SamplingParams, generate, generate_stream
 from tinyvllm.request import SamplerMode
 from tinyvllm.scheduler import BlockManager
 from tinyvllm_extra.kernels import graphs
@@ -142,9 +141,9 @@ def test_concurrent_first_calls_of_generate_share_one_engine(folder, monkeypatch
     time.sleep(0.2)
     return LLM(folder, **ENGINE)
   monkeypatch.setattr("tinyvllm.shared_llm", functools.cache(load_slowly))
-  with ThreadPoolExecutor(3) as pool: calls = [pool.submit(tinyvllm.generate_stream, "Hello", folder) for _ in range(3)]
+  with ThreadPoolExecutor(3) as pool: calls = [pool.submit(generate_stream, "Hello", folder) for _ in range(3)]
   for call in calls: call.result()
-  assert tinyvllm.generate("the cat", folder, max_tokens=3, ignore_eos=True) and folders == [str(folder)]
+  assert generate("the cat", folder, max_tokens=3, ignore_eos=True) and folders == [str(folder)]
 
 
 def test_generate_request_ids_differ_from_user_ids(folder):

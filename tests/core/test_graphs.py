@@ -11,17 +11,15 @@ from helpers.engines import greedy, prompt, tokens
 from helpers.servers import wait_until
 from tinygrad import Tensor, dtypes
 
-from tinyvllm import LLM, SamplingParams
+from tinyvllm import LLM, AsyncLLM, SamplingParams
 from tinyvllm.backend import Devices
 from tinyvllm.config import ModelConfig
 from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, allocate_kv_caches
 from tinyvllm_extra import captures
-from tinyvllm_extra.captures import usual_sizes
 from tinyvllm_extra.kernels.graphs import CAPTURE_THRESHOLD
 from tinyvllm_extra.kernels import FastBackend
 from tinyvllm_extra.options import LLMConfig
-from tinyvllm_extra.serving.async_engine import AsyncLLM
 
 
 @pytest.fixture
@@ -112,13 +110,13 @@ def test_enforce_eager_captures_nothing(fresh):
 
 
 def test_usual_sizes_end_with_the_largest_step(fresh, monkeypatch):
-  assert usual_sizes(fresh().runner) == [1, 2, 4, 8, 16, 32]
-  assert usual_sizes(fresh(max_num_batched_tokens=20).runner)[-1] == 32
+  assert captures.usual_sizes(fresh().runner) == [1, 2, 4, 8, 16, 32]
+  assert captures.usual_sizes(fresh(max_num_batched_tokens=20).runner)[-1] == 32
   runner = fresh(max_num_batched_tokens=2048).runner
   monkeypatch.setattr(captures, "renderer", lambda: SimpleNamespace(tensor_cores=True))
-  assert usual_sizes(runner) == [1, 8, 16, 32, 64, 128, 512, 2048]
+  assert captures.usual_sizes(runner) == [1, 8, 16, 32, 64, 128, 512, 2048]
   monkeypatch.setattr(runner, "max_rows", 256)
-  assert usual_sizes(runner) == [1, 8, 16, 32, 64, 128, 256, 512, 2048]
+  assert captures.usual_sizes(runner) == [1, 8, 16, 32, 64, 128, 256, 512, 2048]
 
 
 def test_async_llm_captures_optional_graphs_while_idle(words_folder, monkeypatch):

@@ -8,8 +8,7 @@ from helpers.commands import run_process
 from helpers.models import tiny_model
 from helpers.servers import Server
 
-import tinyvllm
-from tinyvllm import LLM, SamplingParams
+from tinyvllm import LLM, Parts, SamplingParams
 
 pytestmark = pytest.mark.real
 
@@ -21,7 +20,7 @@ def folder(tmp_path_factory): return tiny_model(tmp_path_factory.mktemp("model")
 def test_1_hello_prompt_generates_hello_world(): milestones.hello()
 
 
-@pytest.mark.parametrize("parts", [tinyvllm.Parts(), LLM.parts], ids=["core", "extension"])
+@pytest.mark.parametrize("parts", [Parts(), LLM.parts], ids=["core", "extension"])
 def test_2_paged_attention_equals_naive_attention(parts):
   milestones.paged_attention(parts.make_backend(), parts.config_class)
 

@@ -1,5 +1,4 @@
 """The size of the KV cache: chosen by free memory, set by the user, filled to the last block."""
-import logging
 import random
 import re
 
@@ -71,7 +70,7 @@ def test_length_of_the_model_need_not_fit(tmp_path, set_free_memory, caplog):
 @pytest.mark.parametrize("blocks", [2, 13, 32, 33])
 def test_pool_below_max_model_len_lowers_it_with_warning(folder, caplog, blocks):
   capacity = (blocks - 1) * BS
-  with caplog.at_level(logging.WARNING, "tinyvllm"): engine = LLM(folder, num_gpu_blocks_override=blocks, **ENGINE)
+  with caplog.at_level("WARNING", "tinyvllm"): engine = LLM(folder, num_gpu_blocks_override=blocks, **ENGINE)
   assert engine.max_model_len == capacity
   messages = [record.getMessage() for record in caplog.records]
   assert len(messages) == (capacity < ENGINE["max_model_len"])

@@ -75,9 +75,7 @@ def test_generate_leaves_outputs_of_other_requests_to_step(words_folder):
   llm.add_request("x", tokens(prompt(5)), greedy(3))
   expected = llm.generate(tokens(prompt(5)), greedy(3), use_tqdm=False)[0].outputs[0].token_ids
   next(llm.generate_stream(tokens(prompt(6)), greedy(9)))
-  outputs = []
-  while llm.has_unfinished_requests(): outputs += llm.step()
-  assert {o.request_id: o.outputs[0].token_ids for o in outputs if o.finished} == {"x": expected}
+  assert {name: ids_of(o) for name, o in run_to_end(llm, 100).items() if o.finished} == {"x": expected}
 
 
 class OnlyTheProtocol:

@@ -1,7 +1,6 @@
 """The scheduler and the block manager alone, under random operations. The fake model's next token depends on the length
 of the sequence, and its cache holds for each position the tokens up to it, so that every read can be checked."""
 import hashlib
-import logging
 import random
 from unittest.mock import Mock
 
@@ -335,7 +334,7 @@ def test_preempt_takes_newest_of_lowest_priority_and_keeps_order():
 
 def test_preemption_is_logged_at_powers_of_two(caplog):
   engine = FakeEngine(blocks=6, seqs=4, budget=24)
-  with caplog.at_level(logging.WARNING, "tinyvllm"):
+  with caplog.at_level("WARNING", "tinyvllm"):
     while engine.scheduler.counters["num_preemptions"] < 20:
       for _ in range(3): engine.add(prompt=7, n=17)
       engine.check_end()

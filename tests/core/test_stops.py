@@ -4,10 +4,9 @@ import json
 
 import numpy as np
 import pytest
-import tokenizers
 from helpers.data import read_data
 from helpers.models import random_weights, tiny_config, tiny_model, write_safetensors
-from tokenizers import decoders, models
+from tokenizers import Regex, Tokenizer, decoders, models
 
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.tokenizer import num_held_back
@@ -57,8 +56,8 @@ def llm(tmp_path_factory):
       following = {EOS: 0, "…": id_of(name, i)}.get(piece, id_of(name, i + 1))
       head[following, id_of(name, i)] = 4
   write_safetensors(folder / "model.safetensors", weights)
-  model = tokenizers.Tokenizer(models.WordLevel(IDS, unk_token=EOS))
-  plain = decoders.Replace(tokenizers.Regex(r"^[a-z ]+:\d+#"), "")
+  model = Tokenizer(models.WordLevel(IDS, unk_token=EOS))
+  plain = decoders.Replace(Regex(r"^[a-z ]+:\d+#"), "")
   model.decoder = decoders.Sequence([plain, decoders.ByteFallback(), decoders.Fuse()])
   model.add_special_tokens([EOS])
   model.save(str(folder / "tokenizer.json"))

@@ -9,7 +9,6 @@ import pytest
 from tinygrad import Tensor, dtypes
 
 from tinyvllm import backend
-from tinyvllm.backend import LOGITS, TOKENS
 from tinyvllm.runner import UNKNOWN, GraphKey, Runner
 from tinyvllm_extra.kernels import FastBackend, drivers, graphs
 from tinyvllm_extra.sampling.logits import ADJUSTMENTS, NUM_BEST, HiddenStatesPlan, LogitsPlan
@@ -57,10 +56,10 @@ class Step:
   def __init__(self, runner: Runner, key: GraphKey):
     words = array_of(runner.graphs[key][0])
     T, S = key.num_tokens, key.num_rows
-    columns, self.rest = np.split(words, [(TOKENS.num_words + LOGITS.num_words) * T])
-    tokens, rows = np.split(columns.reshape(-1, T), [TOKENS.num_words])
-    self.tokens = dict(zip(TOKENS.formats, tokens, strict=True))
-    self.rows = {name: rows[i, :S].copy().view(form) for i, (name, form) in enumerate(LOGITS.formats.items())}
+    columns, self.rest = np.split(words, [(backend.TOKENS.num_words + backend.LOGITS.num_words) * T])
+    tokens, rows = np.split(columns.reshape(-1, T), [backend.TOKENS.num_words])
+    self.tokens = dict(zip(backend.TOKENS.formats, tokens, strict=True))
+    self.rows = {name: rows[i, :S].copy().view(form) for i, (name, form) in enumerate(backend.LOGITS.formats.items())}
     self.plan = key.plan or LogitsPlan(runner.model.config.vocab_size, False, 0, False)
     self.tables, self.last = array_of(runner.block_tables), array_of(runner.last_tokens)
     self.padding = runner.config.max_num_seqs   # the slot of padding

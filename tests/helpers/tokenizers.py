@@ -1,6 +1,5 @@
 """A byte-level BPE that is trained on a few texts."""
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 
 TEXTS = ["the cat sat on the mat", "hello world, 12 3456!", "tabs\tand\nnew lines\n\n", "日本語 and ελληνικά",
@@ -11,7 +10,7 @@ SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 def byte_level_bpe(words=()):
   """Return a byte-level BPE trained on TEXTS. Its first ids are SPECIALS. words: some that become single tokens."""
-  model = tokenizers.Tokenizer(models.BPE())
+  model = Tokenizer(models.BPE())
   model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   model.decoder = decoders.ByteLevel()
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -10,7 +10,6 @@ from tinygrad.runtime.autogen import opencl, webgpu
 
 from tinyvllm_extra import kernels
 from tinyvllm_extra.cli import doctor
-from tinyvllm_extra.kernels import drivers
 
 GIB = 2**30
 HOST = 12 * GIB    # free memory of the host
@@ -25,7 +24,7 @@ def open_fake(monkeypatch):
   renderer = Device["CPU"].renderer
   fakes = {}
   monkeypatch.setattr(Device, "_Device__get_canonicalized_item", lambda name: fakes.get(name) or real(name))
-  monkeypatch.setattr(drivers, "host_memory", lambda: drivers.MemoryReport(HOST, HOST_TOTAL))
+  monkeypatch.setattr(kernels.drivers, "host_memory", lambda: kernels.drivers.MemoryReport(HOST, HOST_TOTAL))
 
   def add(name, **attributes):
     fakes[name] = SimpleNamespace(device=name, renderer=renderer, arch="", **attributes)
@@ -89,7 +88,7 @@ def test_amd_memory_is_vram_of_kfd_minus_used(monkeypatch, tmp_path, open_fake):
   for name, text in files.items():
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text(text)
-  monkeypatch.setattr(drivers, "KFD_NODES", tmp_path / "nodes")
+  monkeypatch.setattr(kernels.drivers, "KFD_NODES", tmp_path / "nodes")
   open_fake("AMD", device_id=1, iface=SimpleNamespace(gpus=["2", "3"], dev_sysfs_path=str(tmp_path / "card")))
   assert memory("AMD") == (13 * GIB, 16 * GIB, UNLIMITED)
   (tmp_path / "card/mem_info_vram_used").unlink()

@@ -11,8 +11,7 @@ from safetensors.numpy import save_file
 from tinygrad import Device, TinyJit, dtypes
 from tinygrad.uop.ops import Ops
 
-from tinyvllm import LLM, Backend
-from tinyvllm.config import InputError
+from tinyvllm import LLM, Backend, InputError
 from tinyvllm_extra.kernels.matmul import FastExperts
 from tinyvllm_extra.models.storage_order import reorder
 from tinyvllm_extra.models.experts import choose_experts

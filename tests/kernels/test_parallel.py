@@ -18,10 +18,8 @@ from helpers.speculation import CASES as SPECULATION_CASES, NGRAM, always_draft,
 from tinygrad import Device, dtypes, nn
 from tinygrad.runtime.autogen import cuda
 
-from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
-from tinyvllm.config import InputError
+from tinyvllm import LLM, InputError, SamplingParams, StructuredOutputsParams
 from tinyvllm_extra.kernels import drivers
-from tinyvllm_extra.kernels.drivers import RESERVE, MemoryReport
 from tinyvllm_extra.kernels.matmul import FastLinear
 from tinyvllm_extra.kernels.parallel import check_peers, device_names
 from tinyvllm_extra.formats.quantization import dequantize, quantize
@@ -233,7 +231,7 @@ def test_two_devices_hold_twice_the_blocks_of_one(words_folder, monkeypatch):
   size = num_blocks * kv_bytes(engines[0]) // engines[0].runner.num_blocks
   for count, weight in enumerate(weights, 1):
     free = count * (weight + size)
-    report = MemoryReport(free + RESERVE, free + RESERVE)
+    report = drivers.MemoryReport(free + drivers.RESERVE, free + drivers.RESERVE)
     monkeypatch.setattr(drivers, "host_memory", lambda report=report: report)
     llm = LLM(words_folder, **SMALL, gpu_memory_utilization=1.0, tensor_parallel_size=count)
     assert llm.runner.num_blocks == count * num_blocks and kv_bytes(llm) == size

@@ -1,6 +1,5 @@
 """Checkpoints written by the libraries that users quantize with (pip install --group formats). The reference is a plain
 numpy LLaMA in float64 with the weights that the library itself dequantizes."""
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +11,7 @@ from helpers.models import random_weights, tiny_config, tiny_model, write_safete
 from helpers.quantized_models import Matrices, SIZES, is_projection
 from helpers.reference import reference_greedy, reference_logits
 
-from tinyvllm import LLM
-from tinyvllm.backend import Backend
-from tinyvllm.config import InputError
+from tinyvllm import LLM, Backend, InputError
 from tinyvllm_extra.formats import weights
 from tinyvllm_extra.formats.quantization import Quantized, decode_float, dequantize
 from tinyvllm_extra.formats.hub import open_checkpoint
@@ -173,7 +170,7 @@ def write(folder: Path, config: dict[str, Any], sizes: dict[str, Any], quantize:
 def test_float_logits_equal_dequantized_model(tmp_path, name, caplog):
   config, sizes, _ = FORMATS[name]
   expected = write(tmp_path, *FORMATS[name])
-  with caplog.at_level(logging.INFO, "tinyvllm"): check_logits(tmp_path, expected, sizes)
+  with caplog.at_level("INFO", "tinyvllm"): check_logits(tmp_path, expected, sizes)
   kind = config.get("bnb_4bit_quant_type")
   text = f"bitsandbytes {kind}, dequantized" if kind else "fp8"
   assert f"({text}; embed_tokens, lm_head float32) in float32" in caplog.text

@@ -11,9 +11,8 @@ from helpers.engines import check_invariants
 from helpers.protocol import SMALL
 from helpers.servers import wait_until
 
-from tinyvllm import SamplingParams, runner
+from tinyvllm import AsyncLLM, SamplingParams, runner
 from tinyvllm_extra.serving import async_engine
-from tinyvllm_extra.serving.async_engine import AsyncLLM, StepError
 
 CASES = read_data("server_cases.json")
 LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
@@ -131,7 +130,7 @@ def test_failed_step_delivers_tokens_of_earlier_steps_first(llm, monkeypatch):
 
   async def run():
     async for n in num_tokens(llm): received.append(n)
-  with pytest.raises(StepError, match="boom"): finish(run())
+  with pytest.raises(async_engine.StepError, match="boom"): finish(run())
   assert received == [1, 2]
 
 
@@ -230,7 +229,7 @@ def test_failed_step_fails_only_its_requests(llm, monkeypatch, error):
   results = finish(run())
   assert len({*failed}) == 4, "four requests run at once"
   for i, result in enumerate(results):
-    if str(i) in failed: assert type(result) is StepError and "boom" in str(result), repr(result)
+    if str(i) in failed: assert type(result) is async_engine.StepError and "boom" in str(result), repr(result)
     else: assert result == expected(llm, PROMPTS[i], argmax(30))
   assert finish(collect(llm, PROMPTS[0], argmax(30))) == expected(llm, PROMPTS[0], argmax(30)), "later requests work"
 
@@ -288,7 +287,7 @@ def test_output_that_cannot_be_built_ends_only_its_request(llm):
     others = [collect(llm, "the cat", LONG) for _ in range(2)]
     return await asyncio.gather(others[0], run_broken(), others[1], return_exceptions=True)
   first, error, second = finish(run())
-  assert isinstance(error, StepError) and "no such text" in str(error)
+  assert isinstance(error, async_engine.StepError) and "no such text" in str(error)
   assert first == second == expected(llm, "the cat", LONG)
 
 
@@ -299,10 +298,10 @@ def test_shutdown_ends_running_and_later_requests(words_folder):
     stream = llm.generate("the cat", LONG)
     await anext(stream)
     shutdown = asyncio.create_task(asyncio.to_thread(llm.shutdown))
-    with pytest.raises(StepError, match="shut down"):
+    with pytest.raises(async_engine.StepError, match="shut down"):
       async for output in stream: assert not output.finished
     await shutdown
-    with pytest.raises(StepError, match="shut down"): await collect(llm, "the cat", LONG)
+    with pytest.raises(async_engine.StepError, match="shut down"): await collect(llm, "the cat", LONG)
     llm.abort("later")
   finish(run())
   llm.shutdown()   # does nothing

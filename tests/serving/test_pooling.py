@@ -18,10 +18,8 @@ from helpers.servers import LocalServer, checked
 from helpers.tokenizers import SPECIALS, byte_level_bpe
 from tokenizers import Tokenizer, processors
 
-from tinyvllm import LLM, InputError
+from tinyvllm import LLM, InputError, Logprob, PoolingParams
 from tinyvllm_extra.pooling.embeddings import INSTRUCTION, SCORE_PROMPT, scoring
-from tinyvllm_extra.sampling.params import Logprob
-from tinyvllm_extra.vllm_names import PoolingParams
 
 CASES = read_data("server_cases.json")
 QWEN = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "bos_token_id": None, "eos_token_id": 0}

@@ -10,8 +10,7 @@ from helpers.data import read_data
 from helpers.protocol import KEY, MESSAGES, answer, chat_prompt, expected_output, expected_rows, rows_of
 from helpers.servers import error_of, stream
 
-import tinyvllm
-from tinyvllm import SamplingParams
+from tinyvllm import SamplingParams, __version__
 
 
 # Metrics
@@ -101,7 +100,7 @@ def test_models_health_version_and_chat_page_return_200(server, folder):
   model = {"id": folder.name, "object": "model", "created": ANY, "owned_by": "tinyvllm", "root": folder.name,
            "parent": None, "max_model_len": 128}
   for path, body in (("/v1/models", {"object": "list", "data": [model]}), ("/health", {}),
-                     ("/version", {"version": tinyvllm.__version__})):
+                     ("/version", {"version": __version__})):
     response = server.get(path)
     assert (response.status_code, response.json()) == (200, body)
   page = server.get("/")
