@@ -1,5 +1,7 @@
 """Models and engines shared by several test files, the fake device, and settings of every run: the default lane, the
 number of processes, and lines that tests print at the end."""
+import asyncio
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +37,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
   single file, and on any device except the CPU."""
   one_file = len(config.args) == 1 and ".py" in config.args[0]
   return 0 if one_file or Device.DEFAULT != "CPU" else min(2, os.cpu_count() or 1)
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+  """Run an async test, for 60 s at most."""
+  if not inspect.iscoroutinefunction(pyfuncitem.obj): return None
+  fixtures = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+  asyncio.run(asyncio.wait_for(pyfuncitem.obj(**fixtures), 60))
+  return True
 
 
 @pytest.fixture(scope="module", autouse=True)

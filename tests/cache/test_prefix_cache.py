@@ -1,7 +1,6 @@
 """The prefix cache in a file: a restarted engine gives the same outputs and cache hits as the old one; blocks of other
 engines or damaged blocks are never loaded; a file is replaced atomically. Most tests simulate a restart:
 they empty an engine's cache and fill its blocks with noise."""
-import asyncio
 import random
 import shutil
 from pathlib import Path
@@ -169,18 +168,14 @@ def test_draft_model_blocks_are_saved(folder, tmp_path, monkeypatch):
 
 # AsyncLLM
 
-def test_async_llm_saves_between_steps(folder, tmp_path):
+async def test_async_llm_saves_between_steps(folder, tmp_path):
   path = tmp_path / "cache"
   llm = AsyncLLM(folder, prefix_cache_file=str(path), **ENGINE)
-  ids = prompt(6 * BS + 1, "async")
-
-  async def stream_and_save():
-    output_ids = []
-    async for output in llm.generate(tokens(ids), greedy(40)):
-      output_ids += ids_of(output)
-      if not path.exists(): llm.save_prefix_cache()
-    return output_ids
-  assert asyncio.run(stream_and_save()) == reference_greedy(folder, ids, 40)
+  ids, output_ids = prompt(6 * BS + 1, "async"), []
+  async for output in llm.generate(tokens(ids), greedy(40)):
+    output_ids += ids_of(output)
+    if not path.exists(): llm.save_prefix_cache()
+  assert output_ids == reference_greedy(folder, ids, 40)
   wait_until(path.exists, "the file exists")
   path.unlink()
   llm.shutdown()

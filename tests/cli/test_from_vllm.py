@@ -18,8 +18,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}" \
   "{% if add_generation_prompt %}go{% endif %}{{ tools or '' }}{{ ending }}"
 
 
-def first_ids(llm, params):
-  return llm.generate("the cat", params, use_tqdm=False)[0].outputs[0].token_ids
+def first_ids(llm, params): return llm.generate("the cat", params, use_tqdm=False)[0].outputs[0].token_ids
 
 
 def test_options_without_effect_are_accepted(words_folder):

@@ -89,8 +89,7 @@ def test_ignored_options_are_logged_in_one_line(caplog):
   assert "without effect" not in caplog.text
 
 
-def test_options_are_disjoint():
-  assert not NO_EFFECT.keys() & {*LLMConfig.__dataclass_fields__}
+def test_options_are_disjoint(): assert not NO_EFFECT.keys() & {*LLMConfig.__dataclass_fields__}
 
 
 @pytest.mark.parametrize("case", COMMANDS["config"])

@@ -54,6 +54,12 @@ def get_metrics(llm: LLM) -> dict[str, Any]:
           "blocks_used": llm.blocks.num_used(), "num_requests_running": len(scheduler.running)}
 
 
+def error_of(call: Callable[[], Any]) -> Exception | None:
+  try: call()
+  except Exception as e: return e
+  return None
+
+
 def run_milestones(folder: Path, names: list[str]) -> dict[str, str]:
   runs: dict[str, Callable[[], None]] = {
     "hello": milestones.hello,
@@ -62,12 +68,8 @@ def run_milestones(folder: Path, names: list[str]) -> dict[str, str]:
     "continuous_batching": lambda: milestones.continuous_batching(folder),
     "paging": lambda: milestones.paging(folder, get_metrics),
     "streaming": lambda: milestones.streaming(folder, get_metrics)}
-  tracebacks = {}
-  for name in names:
-    tracebacks[name] = ""
-    try: runs[name]()
-    except Exception: tracebacks[name] = traceback.format_exc()
-  return tracebacks
+  errors = {name: error_of(runs[name]) for name in names}
+  return {name: "".join(traceback.format_exception(e)) if e else "" for name, e in errors.items()}
 
 
 def get_feature_errors(folder: Path, json_folder: Path) -> dict[str, tuple[str, str]]:
@@ -84,12 +86,8 @@ def get_feature_errors(folder: Path, json_folder: Path) -> dict[str, tuple[str, 
     "tokenizer.json": lambda: load(json_folder),
     "skip_special_tokens": lambda: llm.generate("the cat", SamplingParams(skip_special_tokens=False, max_tokens=2)),
     "AsyncLLM": lambda: tinyvllm.AsyncLLM}
-  errors = {}
-  for name, use in uses.items():
-    errors[name] = ("", "")
-    try: use()
-    except Exception as e: errors[name] = (type(e).__name__, str(e))
-  return errors
+  errors = {name: error_of(use) for name, use in uses.items()}
+  return {name: (type(e).__name__, str(e)) if e else ("", "") for name, e in errors.items()}
 
 
 if __name__ == "__main__":

@@ -156,8 +156,7 @@ def test_generate_request_ids_differ_from_user_ids(folder):
 
 def test_stream_of_an_aborted_request_ends_with_abort(llm):
   stream = llm.generate_stream(tokens(prompt(9)), greedy(50))
-  first = next(stream)
-  llm.abort_request(first.request_id)
+  llm.abort_request(next(stream).request_id)
   last = list(stream)[-1]
   assert last.finished and last.outputs[0].finish_reason == "abort" and last.outputs[0].token_ids == []
   check_invariants(llm)

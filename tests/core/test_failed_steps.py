@@ -82,9 +82,8 @@ def test_stream_closed_during_a_step_ends_in_next_step(engine, folder, monkeypat
     result = call(*args)
     stream.close()
     return result
-  with monkeypatch.context() as patch:
-    patch.setattr(engine.scheduler, place, close_stream_after)
-    engine.step()
+  monkeypatch.setattr(engine.scheduler, place, close_stream_after)
+  engine.step()
   check_outputs(folder, finish(engine)[0], {"other": job})
   assert not engine.requests and engine.blocks.num_used() == 0
 

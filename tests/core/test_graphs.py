@@ -1,5 +1,4 @@
 """Graph shapes: the graph that a step runs with, and graphs that are captured at startup."""
-import asyncio
 import re
 import threading
 from pathlib import Path
@@ -128,7 +127,7 @@ def test_async_llm_captures_optional_graphs_while_idle(words_folder, monkeypatch
   llm.shutdown()
 
 
-def test_async_llm_runs_requests_while_it_captures(words_folder, monkeypatch):
+async def test_async_llm_runs_requests_while_it_captures(words_folder, monkeypatch):
   """The first step has 8 tokens. While the next one is captured, a prompt of 30 tokens takes steps of at most 8."""
   monkeypatch.setattr(captures, "FIRST_SIZE", 8)
   may_capture = threading.Event()
@@ -139,8 +138,7 @@ def test_async_llm_runs_requests_while_it_captures(words_folder, monkeypatch):
       assert state or may_capture.wait(60)
   monkeypatch.setattr(LLM, "capture", capture_later)
   llm = AsyncLLM(words_folder, prepare=True, cudagraph_capture_sizes=[8, 32], max_num_seqs=8, max_num_batched_tokens=32)
-  async def ask(): return [output async for output in llm.generate(tokens(prompt(30)), greedy(2))]
-  assert asyncio.run(ask())[-1].finished
+  assert [output async for output in llm.generate(tokens(prompt(30)), greedy(2))][-1].finished
   keys = [*llm.llm.runner.graphs]
   assert keys == [GraphKey(8, 8, SamplerMode.FILTERED)] and llm.llm.scheduler.config.max_num_batched_tokens == 8
   may_capture.set()
@@ -149,15 +147,13 @@ def test_async_llm_runs_requests_while_it_captures(words_folder, monkeypatch):
   llm.shutdown()
 
 
-def test_async_llm_failed_capture_is_logged_and_requests_finish(words_folder, monkeypatch, caplog):
+async def test_async_llm_failed_capture_is_logged_and_requests_finish(words_folder, monkeypatch, caplog):
   def fails(self, sizes=None, optional=False):
     yield "preparing 1 of 1"
     raise RuntimeError("out of memory")
   monkeypatch.setattr(LLM, "capture", fails)
   llm = AsyncLLM(words_folder, prepare=True, max_num_seqs=4, max_num_batched_tokens=8)
-
-  async def ask(): return [output async for output in llm.generate(tokens(prompt(3)), greedy(2))]
-  assert asyncio.run(ask())[-1].finished and llm.state == ""
+  assert [output async for output in llm.generate(tokens(prompt(3)), greedy(2))][-1].finished and llm.state == ""
   assert "out of memory" in caplog.text
   llm.shutdown()
 

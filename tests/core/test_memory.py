@@ -132,12 +132,8 @@ def test_prefix_tree_in_a_small_pool_equals_reference(small_llm, folder):
 
 # preemption
 
-@pytest.fixture(scope="module")
-def priority_llm(folder):
-  return LLM(folder, num_gpu_blocks_override=13, scheduling_policy="priority", **ENGINE)
-
-
-def test_repeated_preemption_keeps_order_of_priority_then_arrival(small_llm, priority_llm, folder):
+def test_repeated_preemption_keeps_order_of_priority_then_arrival(small_llm, folder):
+  priority_llm = LLM(folder, num_gpu_blocks_override=13, scheduling_policy="priority", **ENGINE)
   for engine, priorities in ((small_llm, [0] * 6), (priority_llm, [3, 0, 2, 0, -1, 2])):
     jobs = [prompt(9, 1300 + i) for i in range(6)]
     expected = [reference_greedy(folder, job, 30) for job in jobs]

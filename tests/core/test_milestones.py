@@ -3,7 +3,6 @@ import json
 
 import milestones
 import pytest
-from milestones import FEW_GRAPHS
 from helpers.commands import run_process
 from helpers.models import tiny_model
 from helpers.servers import Server
@@ -32,8 +31,7 @@ def test_3_ten_concurrent_requests_in_small_kv_cache_equal_single(folder):
 def test_4_continuous_batching_takes_fewer_steps_than_static_batching(folder): milestones.continuous_batching(folder)
 
 
-def test_5_paging_in_same_memory_doubles_concurrent_sequences(folder):
-  milestones.paging(folder, LLM.get_metrics)
+def test_5_paging_in_same_memory_doubles_concurrent_sequences(folder): milestones.paging(folder, LLM.get_metrics)
 
 
 def test_6_server_answer_to_curl_equals_generate(folder):
@@ -42,7 +40,7 @@ def test_6_server_answer_to_curl_equals_generate(folder):
     command = ["curl", "-sS", "--fail", server.url + "/generate", "-H", "Content-Type: application/json"]
     run = run_process(*command, "-d", json.dumps(body))
   answer = json.loads(run.stdout)
-  llm, params = LLM(folder, max_num_seqs=8, **FEW_GRAPHS), SamplingParams(n=2, seed=3, max_tokens=5)
+  llm, params = LLM(folder, max_num_seqs=8, **milestones.FEW_GRAPHS), SamplingParams(n=2, seed=3, max_tokens=5)
   outputs = llm.generate(body["prompt"], params)
   assert answer["text"] == [c.text for o in outputs for c in o.outputs]
   assert [c["text"] for c in answer["choices"]] == answer["text"] and answer["usage"]["completion_tokens"] == 20

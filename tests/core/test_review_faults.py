@@ -89,9 +89,8 @@ class OnlyTheProtocol:
 
 
 def test_object_with_the_methods_of_logits_processor_works(words_llm, monkeypatch):
-  with monkeypatch.context() as patch:
-    patch.setattr(SamplingParams, "processor", lambda self, tokenizer, model: OnlyTheProtocol(40, model.vocab_size))
-    output, = words_llm.generate(tokens(prompt(5)), greedy(3), use_tqdm=False)
+  monkeypatch.setattr(SamplingParams, "processor", lambda self, tokenizer, model: OnlyTheProtocol(40, model.vocab_size))
+  output, = words_llm.generate(tokens(prompt(5)), greedy(3), use_tqdm=False)
   assert output.outputs[0].token_ids == [40, 40, 40]
 
 

@@ -226,12 +226,14 @@ def test_schedule_gives_token_budget_of_preempted_sequence_to_the_next():
   assert scheduler.schedule() == {first: 5, second: 3} and scheduler.waiting == [newest]
 
 
-def test_sequences_that_fill_the_pool_exactly_are_not_preempted():
-  for num_blocks, is_enough in ((4, True), (3, False)):
-    engine = FakeEngine(blocks=num_blocks, seqs=2, budget=8)
-    for _ in range(2): engine.add(prompt=4, n=5)   # the ninth token needs no K and V
-    engine.check_end()
-    assert (engine.scheduler.counters["num_preemptions"] == 0) == is_enough
+@pytest.mark.parametrize(("num_blocks", "jobs", "is_enough"), [
+  (4, [(4, 5)] * 2, True), (3, [(4, 5)] * 2, False),   # the ninth token needs no K and V
+  (10, [(20, 19), (24, 3)], True)])   # a prompt waits until all of it fits, not only its first chunks
+def test_sequences_that_fit_the_pool_are_not_preempted(num_blocks, jobs, is_enough):
+  engine = FakeEngine(blocks=num_blocks, seqs=2, budget=8)
+  for prompt, n in jobs: engine.add(prompt, n)
+  engine.check_end()
+  assert (engine.scheduler.counters["num_preemptions"] == 0) == is_enough
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -313,13 +315,6 @@ def test_waiting_request_is_not_overtaken_by_a_smaller_one():
   big, small = engine.add(prompt=30), engine.add(prompt=1)
   assert big not in (batch := engine.step()) and small not in batch
   assert engine.scheduler.waiting == [big, small]
-
-
-def test_prompt_waits_until_whole_prompt_fits():
-  engine = FakeEngine(blocks=10, seqs=2, budget=8)
-  for prompt, n in ((20, 19), (24, 3)): engine.add(prompt, n)
-  engine.check_end()
-  assert engine.scheduler.counters["num_preemptions"] == 0, "only its first chunks would have fit"
 
 
 def test_preempt_takes_newest_of_lowest_priority_and_keeps_order():

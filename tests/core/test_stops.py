@@ -118,33 +118,29 @@ def test_max_tokens_within_character_replaces_preceding_byte_characters(llm, nam
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_id_text_is_kept_if_included(llm, include):
   stop, first = id_of("hello", 3), id_of("again", 1)
-  for n in (3, 8):   # 3: it is the last token
-    result = run(llm, "hello", n, stop_token_ids=[stop, 0], include_stop_str_in_output=include)
-    assert result == (["he", "llo", " wor" * include], "stop", stop)
-  result = run(llm, "again", stop_token_ids=[first], include_stop_str_in_output=include)
-  assert result == (["a" * include], "stop", first)
-  result = run(llm, "hello", stop_token_ids=[stop], stop="o w", include_stop_str_in_output=include)
-  end = ("o w", "o w") if include else ("o", stop)   # hidden text matches no stop string
-  assert result == (["he", "ll", end[0]], "stop", end[1])
-  result = run(llm, "hello", stop_token_ids=[id_of("hello", 4)], stop="llo world", include_stop_str_in_output=include)
-  end = ("llo world", "llo world") if include else ("llo wor", id_of("hello", 4))
-  assert result == (["he", "", "", end[0]], "stop", end[1])
+  second, third = ("o w", "llo world") if include else (stop, id_of("hello", 4))   # hidden text matches no stop string
+  for name, fields, pieces, reason in (
+      ("hello", {"max_tokens": 3, "stop_token_ids": [stop, 0]}, ["he", "llo", " wor" * include], stop),
+      ("hello", {"stop_token_ids": [stop, 0]}, ["he", "llo", " wor" * include], stop),
+      ("again", {"stop_token_ids": [first]}, ["a" * include], first),
+      ("hello", {"stop_token_ids": [stop], "stop": "o w"}, ["he", "ll", "o w" if include else "o"], second),
+      ("hello", {"stop_token_ids": [id_of("hello", 4)], "stop": "llo world"},
+       ["he", "", "", "llo world" if include else "llo wor"], third)):
+    assert run(llm, name, **fields, include_stop_str_in_output=include) == (pieces, "stop", reason)
 
 
 def test_end_token_text_is_hidden(llm):
   for options in ({}, {"skip_special_tokens": False}, {"include_stop_str_in_output": True}, {"stop_token_ids": [0]},
                   {"stop": EOS, "skip_special_tokens": False}):
-    result = run(llm, "end", **options)
-    assert result == (["done", ""], "stop", 0 if "stop_token_ids" in options else None), options
+    assert run(llm, "end", **options) == (["done", ""], "stop", 0 if "stop_token_ids" in options else None), options
   assert run(llm, "other end") == (["done", ""], "stop", None), "generation_config.json lists two end tokens"
 
 
 def test_ignored_end_token_is_text_without_skip_special_tokens(llm):
-  job, params = {"prompt_token_ids": [id_of("end", 0)]}, {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True}
   for fields, text, stop in (({}, "done", None), ({"skip_special_tokens": False}, "done" + EOS, None),
                              ({"skip_special_tokens": False, "stop": "e</"}, "don", "e</")):
-    output = llm.generate(job, SamplingParams(**params, **fields))[0].outputs[0]
-    assert output.text == text and (output.finish_reason, output.stop_reason) == ("stop" if stop else "length", stop)
+    pieces, *reasons = run(llm, "end", 2, ignore_eos=True, **fields)
+    assert "".join(pieces) == text and reasons == ["stop" if stop else "length", stop]
 
 
 def test_start_of_a_stop_string_is_held_back():

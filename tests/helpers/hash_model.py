@@ -106,8 +106,7 @@ class HashDevice:
       salt = sum(t * int(x) for t, x in zip(own["token"].tolist(), numbers.tolist(), strict=True))
       allowed_ids = None if masks is None or masks[i].all() else np.flatnonzero(masks[i]).tolist()
       seed = int(row["seed_high"]) << 32 | int(row["seed_low"]) if row["temperature"] > 0 else 0
-      banned = {*own["token"][is_banned].tolist()}
-      sampled[i] = self.model.choose(states[token], seed, salt, banned, allowed_ids)
+      sampled[i] = self.model.choose(states[token], seed, salt, {*own["token"][is_banned].tolist()}, allowed_ids)
       target = int(step.targets()[i]) if step.plan.has_logprobs else -1
       scored = int(sampled[i]) if target < 0 else target
       scores[i] = self.model.score(states[token], scored), 1.0 + scored, 5, self.model.score(states[token], 5)

@@ -98,8 +98,7 @@ def quantized_model(folder: Path, name: str, seed: int = 0) -> tuple[Path, Path]
     zero = np.full(shape, 2 ** (bits - 1)) if symmetric else rng.integers(0, 2**bits, shape)
     if config.get("desc_act") or "act-order" in name: group_of = g_idx.setdefault(inputs, rng.permutation(group_of))
     tensors |= write(key.removesuffix(".weight"), q, scale, zero, group_of, bits, config)
-    offset = -zero * scale.astype(np.float32)
-    plain[key] = q * scale.astype(np.float32)[:, group_of] + offset[:, group_of]
+    plain[key] = (q - zero[:, group_of]) * scale.astype(np.float32)[:, group_of]
   tiny_model(folder / "float", **SIZES)
   write_safetensors(folder / "float" / "model.safetensors", plain)
   tiny_model(folder / "quantized", **SIZES, quantization_config=config)

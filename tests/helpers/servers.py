@@ -157,12 +157,11 @@ class Server(Client):
 
   def close(self) -> None:
     """Terminate the process, or kill it after 20 s, and delete its files."""
-    if self.process.poll() is None:
-      self.process.terminate()
-      try: self.process.wait(20)
-      except subprocess.TimeoutExpired:
-        self.process.kill()
-        self.process.wait(20)
+    self.process.terminate()
+    try: self.process.wait(20)
+    except subprocess.TimeoutExpired:
+      self.process.kill()
+      self.process.wait(20)
     self.folder.cleanup()
 
   def __enter__(self) -> "Server": return self
@@ -233,8 +232,8 @@ def checked(server: Any) -> Iterator[Any]:
   with server:
     yield server
     # The server detects a disconnect in the last test within one step
-    wait_until(lambda: server.metrics()["num_requests_running"] == server.metrics()["kv_cache_usage_perc"] == 0,
-               "no request runs, and all blocks are free", 20)
+    names = "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"
+    wait_until(lambda: {server.metrics()[x] for x in names} == {0}, "no request runs, and all blocks are free", 20)
     assert server.stop() == 0, server.log
     assert "Traceback" not in server.log, server.log
 

@@ -17,8 +17,7 @@ PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 
 class Counts:
   """The increase of an engine's draft counters, which must be consistent at any time."""
-  def __init__(self, engine):
-    self.engine, self.start = engine, engine.get_metrics()
+  def __init__(self, engine): self.engine, self.start = engine, engine.get_metrics()
 
   def __call__(self):
     metrics = self.engine.get_metrics()

@@ -45,8 +45,7 @@ def check(version: str, case: str, tolerance: float, **options: Any) -> None:
   *slow(*[("decode and a chunk", name) for name in OPTIONS if name not in QUICK]),
   *slow(*[("long chunk", name) for name in QUICK])])
 @pytest.mark.parametrize("version", ["core", "generic"])
-def test_attention_with_options_equals_numpy(version, case, name):
-  check(version, case, 2e-5, **OPTIONS[name])
+def test_attention_with_options_equals_numpy(version, case, name): check(version, case, 2e-5, **OPTIONS[name])
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])

@@ -44,8 +44,7 @@ def test_speculative_decoding_keeps_outputs_and_cache_dtype(llm, folder, method)
   drafting = LLM(folder, speculative_config=config, kv_cache_dtype=llm.config.kv_cache_dtype, **ENGINE)
   assert generate(drafting, prompts, greedy(20)) == generate(llm, prompts, greedy(20))
   assert drafting.get_metrics()["spec_decode_num_accepted_tokens"] > 0
-  kinds = {tuple(x.dtype for x in cache) for runner in drafting.runners for cache in runner.kv_caches}
-  assert len(kinds) == 1
+  assert len({tuple(x.dtype for x in cache) for runner in drafting.runners for cache in runner.kv_caches}) == 1
 
 
 def test_ids_on_two_devices_equal_one_device(llm, folder):
@@ -66,8 +65,7 @@ def test_saved_prefix_cache_loads_only_with_same_dtype(llm, folder, tmp_path):
 
 
 def block_bytes(kind, dtype, **config):
-  model = ModelConfig.from_hf(tiny_config(**config), "x")
-  parts = kv_layout(model, LLMConfig(kv_cache_dtype=kind), dtype)
+  parts = kv_layout(ModelConfig.from_hf(tiny_config(**config), "x"), LLMConfig(kv_cache_dtype=kind), dtype)
   return sum(math.prod(shape) * element.itemsize for shape, element in parts)
 
 

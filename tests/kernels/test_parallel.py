@@ -83,8 +83,7 @@ def test_quantization_at_load_quantizes_each_shard(tmp_path, bits):
 def test_prequantized_matrix_is_split_or_dequantized_with_warning(tmp_path, caplog, name):
   """Matrices have 64 and 96 inputs: 2 and 3 groups of 32, or 4 and 6 groups of 16."""
   quantized, plain = quantized_model(tmp_path, name)
-  group = FORMATS[name][3]
-  unquantized = ["o_proj", "down_proj"] if "act-order" in name else ["down_proj"] if group == 32 else []
+  unquantized = ["o_proj", "down_proj"] if "act-order" in name else ["down_proj"] if FORMATS[name][3] == 32 else []
   with caplog.at_level("WARNING", "tinyvllm"): llm = check(quantized, 2, plain)
   warnings = [x.getMessage() for x in caplog.records if "is dequantized" in x.getMessage()]
   assert len(warnings) == 2 * len(unquantized) and all("tensor_parallel_size=2" in x for x in warnings), warnings
@@ -166,8 +165,7 @@ def test_padded_vocabulary_draft_model_is_always_accepted(tmp_path):
   llm = LLM(folder, **SMALL, speculative_config={"model": str(folder), "num_speculative_tokens": 2},
             tensor_parallel_size=2)
   params = SamplingParams(temperature=100.0, seed=3, max_tokens=40, ignore_eos=True)
-  outputs = [x.generate(tokens(PROMPTS[1]), params, use_tqdm=False) for x in (llm, LLM(folder, **SMALL))]
-  check_same(*outputs)
+  check_same(*[x.generate(tokens(PROMPTS[1]), params, use_tqdm=False) for x in (llm, LLM(folder, **SMALL))])
   assert num_drafts(llm, "accepted") == num_drafts(llm, "draft") > 4
 
 

@@ -49,8 +49,7 @@ sample = {name: functools.partial(sample_with, name) for name in SAMPLERS}   # o
 def draw(x, seeds, positions, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
   """Sample ROWS ids from logits (V,). seeds: the low and the high word."""
   values = zip((temperature, top_k, top_p, min_p, *seeds, positions), "fiffIIi", strict=True)
-  columns = [np.full(ROWS, value, kind) for value, kind in values]
-  return call(sample["extension"], np.tile(x, (ROWS, 1)), *columns)
+  return call(sample["extension"], np.tile(x, (ROWS, 1)), *[np.full(ROWS, value, kind) for value, kind in values])
 
 
 def make_adjustments(is_adjusted, bias, factor, penalty):

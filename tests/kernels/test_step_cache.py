@@ -22,11 +22,10 @@ def run(folder, monkeypatch, tmp_path):
 
   def make(**options):
     captures = []
-    with monkeypatch.context() as patch:
-      patch.setattr(step_cache.StoredStep, "save", lambda *args: captures.append(args) or save(*args))
-      llm = LLM(folder, **{**ENGINE, **options})
-      jobs = [(x, params) for x in PROMPTS for params in PARAMS]
-      ids = [llm.generate(tokens(x), params, False)[0].outputs[0].token_ids for x, params in jobs]
+    monkeypatch.setattr(step_cache.StoredStep, "save", lambda *args: captures.append(args) or save(*args))
+    llm = LLM(folder, **{**ENGINE, **options})
+    jobs = [(x, params) for x in PROMPTS for params in PARAMS]
+    ids = [llm.generate(tokens(x), params, False)[0].outputs[0].token_ids for x, params in jobs]
     return ids, len(captures)
   save = step_cache.StoredStep.save
   return make

@@ -15,7 +15,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,32 +41,29 @@ def untested_parts(node: ast.AST) -> list[Any]:
   return parts
 
 
-def changes(tree: ast.AST) -> Iterator[tuple[int, str, Callable[[], None]]]:
-  """Yield each possible change of a tree: its line, its description, and a function that makes it in place."""
+def changes(tree: ast.AST) -> Iterator[tuple[int, str, tuple[ast.AST, str, Any]]]:
+  """Yield each possible change of a tree: its line, its description, and setattr's arguments to make it in place."""
   nodes = [tree]
   for node in nodes:
     untested = untested_parts(node)
     nodes += [child for child in ast.iter_child_nodes(node) if child not in untested]
     line = getattr(node, "lineno", 0)
-
-    def swap(new: Any, node: Any = node, name: str = "op") -> Callable[[], None]:
-      return lambda: setattr(node, name, new)
     if isinstance(node, ast.Compare):
       for i, old in enumerate(node.ops):
         ops = [*node.ops[:i], SWAPS[type(old)](), *node.ops[i + 1:]]
-        yield line, f"{type(old).__name__} -> {type(ops[i]).__name__}", swap(ops, name="ops")
+        yield line, f"{type(old).__name__} -> {type(ops[i]).__name__}", (node, "ops", ops)
     elif isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign) and type(node.op) in SWAPS:
       op = SWAPS[type(node.op)]()
-      yield line, f"{type(node.op).__name__} -> {type(op).__name__}", swap(op)
-    elif isinstance(node, ast.Constant) and isinstance(node.value, bool): yield line, f"not {node.value}", swap(
-      not node.value, name="value")
+      yield line, f"{type(node.op).__name__} -> {type(op).__name__}", (node, "op", op)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+      yield line, f"not {node.value}", (node, "value", not node.value)
     elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-      yield line, f"{node.value} -> {node.value + 1}", swap(node.value + 1, name="value")
+      yield line, f"{node.value} -> {node.value + 1}", (node, "value", node.value + 1)
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):   # not x -> not not x
-      yield line, "not removed", swap(ast.UnaryOp(ast.Not(), node.operand), name="operand")
+      yield line, "not removed", (node, "operand", ast.UnaryOp(ast.Not(), node.operand))
     is_condition = isinstance(node, ast.If | ast.IfExp | ast.While)
     if is_condition and not isinstance(node.test, ast.Compare | ast.BoolOp | ast.UnaryOp):
-      yield line, "condition negated", swap(ast.UnaryOp(ast.Not(), node.test), name="test")
+      yield line, "condition negated", (node, "test", ast.UnaryOp(ast.Not(), node.test))
 
 
 class Mutant(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
@@ -88,7 +85,7 @@ def run_tests(path: str, index: int | None, patterns: str, selection: str = "not
   os.setpgid(0, 0)
   signal.alarm(TIMEOUT)   # ends the process with a negative exit code
   tree = ast.parse((ROOT / path).read_text())
-  if index is not None: [*changes(tree)][index][2]()
+  if index is not None: setattr(*[*changes(tree)][index][2])
   sys.meta_path.insert(0, Mutant(path, ast.fix_missing_locations(tree)))
   output = os.open(os.devnull, os.O_WRONLY)
   for stream in (1, 2): os.dup2(output, stream)

@@ -41,6 +41,7 @@ class ChatPage:
     self.asked, self.texts = self.questions.locator("> div"), self.answers.locator("> div")
     self.context, self.light = self.answers.last.locator("footer span"), tab.locator("#state")
     self.stats, self.folds = self.answers.last.locator("footer small"), self.answers.last.locator("summary")
+    self.strong, self.current = self.answers.locator("strong"), tab.locator("nav [aria-current=true]")
     self.articles, self.log = tab.get_by_role("article"), tab.get_by_role("log")
     self.chats = tab.get_by_role("navigation", name="Chats").get_by_role("listitem").locator("button:first-child")
     self.search, self.title = tab.get_by_label("Search chats"), tab.get_by_role("heading", level=1)
@@ -105,7 +106,10 @@ class ChatPage:
   def fail(self, status, message, path="chat/completions"):
     self.mock(path, status=status, json={"error": {"message": message}})
 
-  def serve_models(self, *names): self.mock("models", json={"data": [{"id": name} for name in names]})
+  def serve_models(self, *names):
+    """Reload the page from a server with these models."""
+    self.mock("models", json={"data": [{"id": name} for name in names]})
+    self.tab.reload()
 
   def mock(self, path="chat/completions", **response):
     """Mock the response to requests of a path. Without a response, the connection fails."""

@@ -291,7 +291,6 @@ def test_axe_finds_no_accessibility_violations(visit, options):
     results = Axe().run(page.tab)
     assert not results.violations_count, f"{state}: {results.generate_report()}"
   page.serve_models("first", "second")
-  page.tab.reload()
   page.settings()
   check("settings open")
   page.button("Settings").click()

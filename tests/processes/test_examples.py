@@ -87,8 +87,7 @@ def test_unit_command_starts_server_hides_key_and_stops_at_sigterm(words_folder,
 # Benchmarks
 
 def test_throughput_benchmark_runs_with_random_weights():
-  sizes = ["--running", 2, "--input-len", 8, "--output-len", 4]
-  out = run(sys.executable, "tests/benchmarks/throughput.py", *sizes)
+  out = run(sys.executable, "tests/benchmarks/throughput.py", "--running", 2, "--input-len", 8, "--output-len", 4)
   assert re.search(r"^2 +4 +[\d.]+ ", out, re.MULTILINE)   # 2 running, 4 prompts
 
 

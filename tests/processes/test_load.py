@@ -16,7 +16,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 from helpers.data import read_data
-from helpers.servers import Server, error_of, wait_until
+from helpers.servers import Server, checked, error_of
 
 pytestmark = pytest.mark.slow
 LIMIT = 256   # max_model_len
@@ -29,11 +29,7 @@ SHORT = ["--override-generation-config", '{"max_new_tokens": 4}']   # limits max
 @pytest.fixture
 def server(request):
   # One malloc arena: with one per thread, memory depends on how many threads have compiled a grammar
-  with Server(None, *OPTIONS, *getattr(request, "param", ()), environment={"MALLOC_ARENA_MAX": "1"}) as server:
-    yield server
-    def is_idle(): return not any(server.metrics()[f"num_requests_{x}"] for x in ("running", "waiting"))
-    wait_until(lambda: is_idle() and server.metrics()["kv_cache_usage_perc"] == 0, "no request holds a block")
-    assert server.process.poll() is None and "Traceback" not in server.log, server.log[-4000:]
+  yield from checked(Server(None, *OPTIONS, *getattr(request, "param", ()), environment={"MALLOC_ARENA_MAX": "1"}))
 
 
 @pytest.mark.parametrize("server", [SHORT], indirect=True, ids=["short"])

@@ -33,8 +33,7 @@ def test_core_params_have_values_of_the_extensions_fields():
 def test_tag_grammar_gives_each_tag_its_own_trigger(added, is_special):
   class StructTag(SimpleNamespace):
     to_grammar = staticmethod(lambda tags, assume_special: ([tag.trigger for tag in tags], assume_special))
-  tag = {"triggers": ["<a", "<b"], "structures": [
-    {"begin": f"<{x}=1>", "schema": {}, "end": "</>"} for x in "bac"]}
+  tag = {"triggers": ["<a", "<b"], "structures": [{"begin": f"<{x}=1>", "schema": {}, "end": "</>"} for x in "bac"]}
   tokenizer = SimpleNamespace(added_tokens=dict.fromkeys(added.split(), 0))
   assert tag_grammar(SimpleNamespace(StructTag=StructTag), tag, tokenizer) == (["<b", "<a", ""], is_special)
 

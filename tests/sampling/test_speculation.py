@@ -118,8 +118,7 @@ def test_drafts_after_last_prompt_chunk_are_counted_once_verified(fake, length, 
   """Chunks of 16 tokens: when a chunk's results are read, a later step with drafts may be in flight."""
   engine, oracle, count = fake(max_num_batched_tokens=16, overlaps=overlaps)
   ids = prompt(length, "chunk", overlaps)
-  expected = oracle.expect(ids, 30)
-  assert ids_of(engine.generate(tokens(ids), greedy(30), False)[0]) == expected
+  assert oracle.expect(ids, 30) == ids_of(engine.generate(tokens(ids), greedy(30), False)[0])
   drafts, proposed, accepted = count()
   assert accepted == proposed == 30 - (count.steps - overlaps - (length - 1) // 16) and drafts < 10
 

@@ -24,8 +24,7 @@ def test_invalid_config_raises_with_remedy(words_folder, config, message):
 
 
 def test_draft_model_that_does_not_fit_the_target_raises(words_folder, tmp_path, monkeypatch):
-  def open_with(model):
-    LLM(words_folder, **ENGINE, speculative_config={"model": model, "num_speculative_tokens": 2})
+  def open_with(model): LLM(words_folder, **ENGINE, speculative_config={"model": model, "num_speculative_tokens": 2})
   with pytest.raises(ValueError, match="vocab_size of 333, the target 320"):
     open_with(tiny_model(tmp_path / "size", vocab_size=333, tokenizer=False))
   folder = tiny_model(tmp_path / "vocabulary", tokenizer=False)

@@ -57,9 +57,6 @@ def expected(llm, prompt, params):
   return [(c.text, c.token_ids, c.finish_reason, c.stop_reason, c.logprobs or []) for c in output.outputs]
 
 
-def finish(coroutine): return asyncio.run(asyncio.wait_for(coroutine, 60))
-
-
 async def together(llm, *jobs, **options):
   """Run several jobs, which start only after the engine's thread has received all of them: on a busy machine one could
   end before the next arrives."""
@@ -114,105 +111,91 @@ async def num_tokens(llm):
 
 
 @pytest.mark.usefixtures("pause")
-def test_short_steps_deliver_first_and_last_outputs_at_once(llm):
-  async def run(): return [n async for n in num_tokens(llm)]
-  assert finish(run()) == [1, 5]
+async def test_short_steps_deliver_first_and_last_outputs_at_once(llm):
+  assert [n async for n in num_tokens(llm)] == [1, 5]
 
 
 @pytest.mark.usefixtures("pause")
-def test_failed_step_delivers_tokens_of_earlier_steps_first(llm, monkeypatch):
+async def test_failed_step_delivers_tokens_of_earlier_steps_first(llm, monkeypatch):
   launch, steps, received = llm.llm.runner.launch, iter(range(4)), []
 
   def faulty(step):
     if next(steps) == 3: raise RuntimeError("boom")
     return launch(step)
   monkeypatch.setattr(llm.llm.runner, "launch", faulty)
-
-  async def run():
+  with pytest.raises(async_engine.StepError, match="boom"):
     async for n in num_tokens(llm): received.append(n)
-  with pytest.raises(async_engine.StepError, match="boom"): finish(run())
   assert received == [1, 2]
 
 
 @pytest.mark.parametrize("fields", CASES["joined"], ids=str)
-def test_joined_outputs_equal_generate(llm, fields):
+async def test_joined_outputs_equal_generate(llm, fields):
   params = SamplingParams(**fields)
-  assert finish(collect(llm, "the cat", params)) == expected(llm, "the cat", params)
+  assert await collect(llm, "the cat", params) == expected(llm, "the cat", params)
 
 
-def test_duplicate_request_id_is_refused_until_first_request_ends(llm):
-  async def run():
-    stream = llm.generate("the cat", LONG, request_id="mine")
-    async with paced(llm):
-      assert (await anext(stream)).request_id == "mine"
-      with pytest.raises(ValueError, match="mine"): await anext(llm.generate("the cat", argmax(), request_id="mine"))
-      cancelled = asyncio.create_task(anext(llm.stream([llm.llm.make_request("mine", "the cat", argmax())])))
-      await asyncio.sleep(0)   # the request has been sent, but not answered
-      cancelled.cancel()
-      with pytest.raises((asyncio.CancelledError, ValueError)): await cancelled
-    assert [o async for o in stream][-1].outputs[0].finish_reason == "length", "the first request continues"
-    stream = llm.generate("the cat", LONG, request_id="mine")
-    await anext(stream)
-    await stream.aclose()
-    assert "mine" not in llm.llm.requests and not llm.llm.get_metrics()["blocks_used"], "closing the stream aborts"
-  finish(run())
+async def test_duplicate_request_id_is_refused_until_first_request_ends(llm):
+  stream = llm.generate("the cat", LONG, request_id="mine")
+  async with paced(llm):
+    assert (await anext(stream)).request_id == "mine"
+    with pytest.raises(ValueError, match="mine"): await anext(llm.generate("the cat", argmax(), request_id="mine"))
+    cancelled = asyncio.create_task(anext(llm.stream([llm.llm.make_request("mine", "the cat", argmax())])))
+    await asyncio.sleep(0)   # the request has been sent, but not answered
+    cancelled.cancel()
+    with pytest.raises((asyncio.CancelledError, ValueError)): await cancelled
+  assert [o async for o in stream][-1].outputs[0].finish_reason == "length", "the first request continues"
+  stream = llm.generate("the cat", LONG, request_id="mine")
+  await anext(stream)
+  await stream.aclose()
+  assert "mine" not in llm.llm.requests and not llm.llm.get_metrics()["blocks_used"], "closing the stream aborts"
 
 
-def test_abort_from_other_thread_finishes_stream_with_reason_abort(llm):
-  async def run():
-    outputs = []
-    async with paced(llm) as lock:
-      async for output in llm.generate("the cat", LONG, request_id="mine"):
-        outputs.append(output)
-        if len(outputs) != 3: continue
-        async with lock: await asyncio.to_thread(llm.abort, "mine")
-    for name in ("mine", "unknown"): llm.abort(name)   # ignored
-    return outputs
-  outputs = finish(run())
+async def test_abort_from_other_thread_finishes_stream_with_reason_abort(llm):
+  outputs = []
+  async with paced(llm) as lock:
+    async for output in llm.generate("the cat", LONG, request_id="mine"):
+      outputs.append(output)
+      if len(outputs) != 3: continue
+      async with lock: await asyncio.to_thread(llm.abort, "mine")
+  for name in ("mine", "unknown"): llm.abort(name)   # ignored
   assert outputs[-1].outputs[0].finish_reason == "abort" and outputs[-1].finished and len(outputs) < 100
   assert expected(llm, "the cat", LONG)[0][0].startswith("".join(o.outputs[0].text for o in outputs))
 
 
-def test_step_makes_one_call_per_event_loop(llm, launches):
-  async def run():
-    threads, loop = [], asyncio.get_running_loop()
-    wake = loop.call_soon_threadsafe
-    loop.call_soon_threadsafe = lambda *args: (threads.append(threading.current_thread().name), wake(*args))[1]
-    await together(llm, *(collect(llm, prompt, LONG) for prompt in PROMPTS[:4]))
-    return threads.count("tinyvllm-engine")
-  assert finish(run()) <= len(launches) < 150, "one call per step, not per output (400)"
+async def test_step_makes_one_call_per_event_loop(llm, launches):
+  threads, loop = [], asyncio.get_running_loop()
+  wake = loop.call_soon_threadsafe
+  loop.call_soon_threadsafe = lambda *args: (threads.append(threading.current_thread().name), wake(*args))[1]
+  await together(llm, *(collect(llm, prompt, LONG) for prompt in PROMPTS[:4]))
+  assert threads.count("tinyvllm-engine") <= len(launches) < 150, "one call per step, not per output (400)"
 
 
-def test_engine_thread_ends_when_async_llm_is_deleted(llm):
+async def test_engine_thread_ends_when_async_llm_is_deleted(llm):
   def threads(): return sum(thread.name == "tinyvllm-engine" for thread in threading.enumerate())
   before, another = threads(), AsyncLLM(max_num_seqs=1, max_num_batched_tokens=1)
-  assert finish(collect(another, "Hello", argmax(2))) and threads() == before + 1
+  assert await collect(another, "Hello", argmax(2)) and threads() == before + 1
   del another
   gc.collect()
   wait_until(lambda: threads() == before, "the thread ends", 20)
 
 
-def test_cancelling_the_task_frees_blocks_within_one_step(llm, launches):
+async def test_cancelling_the_task_frees_blocks_within_one_step(llm, launches):
   expected_output = expected(llm, "hello world, this", LONG)
-
-  async def run():
-    other = asyncio.create_task(collect(llm, "hello world, this", LONG, request_id="other"))
-    mine = asyncio.create_task(collect(llm, "the cat", LONG, request_id="aborted"))
-    async with paced(llm):
-      await until(lambda: sum("aborted" in x for x in launches) > 3)
-      mine.cancel()
-      with pytest.raises(asyncio.CancelledError): await mine
-    assert "aborted" not in llm.llm.requests
-    end = len(launches)
-    assert await other == expected_output
-    return end
-  end = finish(run())
+  other = asyncio.create_task(collect(llm, "hello world, this", LONG, request_id="other"))
+  mine = asyncio.create_task(collect(llm, "the cat", LONG, request_id="aborted"))
+  async with paced(llm):
+    await until(lambda: sum("aborted" in x for x in launches) > 3)
+    mine.cancel()
+    with pytest.raises(asyncio.CancelledError): await mine
+  assert "aborted" not in llm.llm.requests
+  end = len(launches)
+  assert await other == expected_output
   assert "aborted" not in sum(launches[end + 1:], []) and sum("other" in x for x in launches[end + 1:]) > 1
 
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), MemoryError("boom"), ValueError("boom"), KeyError("boom")],
                          ids=lambda e: type(e).__name__)
-def test_failed_step_fails_only_its_requests(llm, monkeypatch, error):
+async def test_failed_step_fails_only_its_requests(llm, monkeypatch, error):
   launch, failed = llm.llm.runner.launch, []
 
   def faulty(step):
@@ -222,22 +205,18 @@ def test_failed_step_fails_only_its_requests(llm, monkeypatch, error):
       raise error
     return launch(step)
   monkeypatch.setattr(llm.llm.runner, "launch", faulty)
-
-  async def run():
-    jobs = [collect(llm, prompt, argmax(30), request_id=str(i)) for i, prompt in enumerate(PROMPTS)]
-    return await together(llm, *jobs, return_exceptions=True)
-  results = finish(run())
+  jobs = [collect(llm, prompt, argmax(30), request_id=str(i)) for i, prompt in enumerate(PROMPTS)]
+  results = await together(llm, *jobs, return_exceptions=True)
   assert len({*failed}) == 4, "four requests run at once"
   for i, result in enumerate(results):
     if str(i) in failed: assert type(result) is async_engine.StepError and "boom" in str(result), repr(result)
     else: assert result == expected(llm, PROMPTS[i], argmax(30))
-  assert finish(collect(llm, PROMPTS[0], argmax(30))) == expected(llm, PROMPTS[0], argmax(30)), "later requests work"
+  assert await collect(llm, PROMPTS[0], argmax(30)) == expected(llm, PROMPTS[0], argmax(30)), "later requests work"
 
 
-def test_stream_interval_gives_fewer_outputs_with_same_text(llm, monkeypatch):
+async def test_stream_interval_gives_fewer_outputs_with_same_text(llm, monkeypatch):
   monkeypatch.setattr(llm._driver, "interval", 4)
-  async def run(): return [o.outputs[0] async for o in llm.generate(PROMPTS[0], argmax(13))]
-  pieces = finish(run())
+  pieces = [o.outputs[0] async for o in llm.generate(PROMPTS[0], argmax(13))]
   assert len(pieces) <= 4, "at tokens 1, 5, 9 and 13, or later if the reader is late"
   assert "".join(c.text for c in pieces) == expected(llm, PROMPTS[0], argmax(13))[0][0]
   for interval in (0, -1, 1.5, True):
@@ -245,12 +224,12 @@ def test_stream_interval_gives_fewer_outputs_with_same_text(llm, monkeypatch):
 
 
 @pytest.mark.parametrize("prompt,options,message", [("", {}, "empty"), ("the cat", {"priority": 1.5}, "priority")])
-def test_bad_request_raises_value_error_before_any_step(llm, launches, prompt, options, message):
-  with pytest.raises(ValueError, match=message): finish(collect(llm, prompt, **options))
+async def test_bad_request_raises_value_error_before_any_step(llm, launches, prompt, options, message):
+  with pytest.raises(ValueError, match=message): await collect(llm, prompt, **options)
   assert not launches and not llm.llm.has_unfinished_requests()
 
 
-def test_blocked_upload_does_not_block_other_calls(llm, monkeypatch):
+async def test_blocked_upload_does_not_block_other_calls(llm, monkeypatch):
   """On METAL and QCOM an upload waits for the previous step: other threads can still make, add and abort requests, and
   read metrics."""
   uploads, resume = threading.Event(), threading.Event()
@@ -260,50 +239,40 @@ def test_blocked_upload_does_not_block_other_calls(llm, monkeypatch):
     uploads.set()
     assert resume.wait(60)
     upload(tensor, array)
-
-  async def main():
-    first = asyncio.create_task(collect(llm, "the cat", argmax(3)))
-    await asyncio.to_thread(uploads.wait, 60)
-    def make_request(): return llm.llm.make_request("mine", "the cat", argmax(3))
-    for call in (make_request, llm.llm.get_metrics, lambda: llm.abort("none")):
-      await asyncio.wait_for(asyncio.to_thread(call), 20)
-    second = asyncio.create_task(collect(llm, "the dog", argmax(3)))
-    await asyncio.sleep(0)   # the request is sent
-    assert not first.done()
-    resume.set()
-    return await first, await second
   monkeypatch.setattr(runner, "upload", blocked_upload)
-  assert [*finish(main())] == [expected(llm, prompt, argmax(3)) for prompt in ("the cat", "the dog")]
+  first = asyncio.create_task(collect(llm, "the cat", argmax(3)))
+  await asyncio.to_thread(uploads.wait, 60)
+  def make_request(): return llm.llm.make_request("mine", "the cat", argmax(3))
+  for call in (make_request, llm.llm.get_metrics, lambda: llm.abort("none")):
+    await asyncio.wait_for(asyncio.to_thread(call), 20)
+  second = asyncio.create_task(collect(llm, "the dog", argmax(3)))
+  await asyncio.sleep(0)   # the request is sent
+  assert not first.done()
+  resume.set()
+  assert [await first, await second] == [expected(llm, prompt, argmax(3)) for prompt in ("the cat", "the dog")]
 
 
-def test_output_that_cannot_be_built_ends_only_its_request(llm):
+async def test_output_that_cannot_be_built_ends_only_its_request(llm):
   broken = llm.llm.make_request("broken", "the cat", LONG)
   def output(delta: bool = False): raise KeyError("no such text")
   broken.output = output
-
   async def run_broken(): return [outputs async for outputs in llm.stream([broken])]
-
-  async def run():
-    others = [collect(llm, "the cat", LONG) for _ in range(2)]
-    return await asyncio.gather(others[0], run_broken(), others[1], return_exceptions=True)
-  first, error, second = finish(run())
+  others = [collect(llm, "the cat", LONG) for _ in range(2)]
+  first, error, second = await asyncio.gather(others[0], run_broken(), others[1], return_exceptions=True)
   assert isinstance(error, async_engine.StepError) and "no such text" in str(error)
   assert first == second == expected(llm, "the cat", LONG)
 
 
-def test_shutdown_ends_running_and_later_requests(words_folder):
+async def test_shutdown_ends_running_and_later_requests(words_folder):
   llm = AsyncLLM(words_folder, **SMALL)
-
-  async def run():
-    stream = llm.generate("the cat", LONG)
-    await anext(stream)
-    shutdown = asyncio.create_task(asyncio.to_thread(llm.shutdown))
-    with pytest.raises(async_engine.StepError, match="shut down"):
-      async for output in stream: assert not output.finished
-    await shutdown
-    with pytest.raises(async_engine.StepError, match="shut down"): await collect(llm, "the cat", LONG)
-    llm.abort("later")
-  finish(run())
+  stream = llm.generate("the cat", LONG)
+  await anext(stream)
+  shutdown = asyncio.create_task(asyncio.to_thread(llm.shutdown))
+  with pytest.raises(async_engine.StepError, match="shut down"):
+    async for output in stream: assert not output.finished
+  await shutdown
+  with pytest.raises(async_engine.StepError, match="shut down"): await collect(llm, "the cat", LONG)
+  llm.abort("later")
   llm.shutdown()   # does nothing
   assert not llm.llm.has_unfinished_requests() and "runner" not in vars(llm.llm)
 

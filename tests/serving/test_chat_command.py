@@ -116,12 +116,6 @@ def test_chat_command_is_refused_and_the_chat_continues(monkeypatch, capsys, lin
   assert code == 0 and conversation.llm.requests == [([{"role": "user", "content": "x"}], {"temperature": 0.5})]
 
 
-@pytest.fixture
-def terminal(monkeypatch, tmp_path):
-  monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-  monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-
-
 class CapturingLLM:
   config = SimpleNamespace(cudagraph_capture_sizes=None)
   sampling_defaults: dict = {}
@@ -157,7 +151,9 @@ def test_chat_ctrl_c_ends_an_answer_and_the_chat_continues(monkeypatch):
   assert code == 0 and [x["content"] for x in conversation.messages] == ["x", "ab", "y", "ab"]
 
 
-def test_chat_ctrl_c_at_the_prompt_drops_the_text(monkeypatch, terminal):
+def test_chat_ctrl_c_at_the_prompt_drops_the_text(monkeypatch, tmp_path):
+  monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+  monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
   conversation, code = talk(monkeypatch, ['"""', "one", KeyboardInterrupt, "two"])
   assert code == 0 and conversation.messages[0]["content"] == "two"
 

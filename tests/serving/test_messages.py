@@ -18,8 +18,7 @@ DIFFERENT = {"id": True, "usage": {"input_tokens", "cache_read_input_tokens"},
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-  yield from checked(start(tmp_path_factory.mktemp("messages"), "--api-key", KEY))
+def server(tmp_path_factory): yield from checked(start(tmp_path_factory.mktemp("messages"), "--api-key", KEY))
 
 
 def client(server, key=KEY):   # sends the key as x-api-key

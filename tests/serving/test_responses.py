@@ -14,8 +14,7 @@ DIFFERENT = {"id": True, "created_at": True, "usage": {"input_tokens_details"},
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-  yield from checked(start(tmp_path_factory.mktemp("responses")))
+def server(tmp_path_factory): yield from checked(start(tmp_path_factory.mktemp("responses")))
 
 
 @pytest.fixture

@@ -1,5 +1,4 @@
 """Limits of the server: API keys, sizes of headers and bodies, the queue, disconnects."""
-import asyncio
 import contextlib
 import http.client
 import json
@@ -77,7 +76,7 @@ def test_endless_chunked_body_is_413_before_its_end(limited):
   connection.close()
 
 
-def test_body_of_a_request_without_key_is_not_kept(monkeypatch):
+async def test_body_of_a_request_without_key_is_not_kept(monkeypatch):
   """The key is checked before the body is read: nobody can fill the memory without one."""
   kept = []
   read_body = app.Gate.read_body
@@ -91,7 +90,7 @@ def test_body_of_a_request_without_key_is_not_kept(monkeypatch):
 
   async def receive(): return chunks.pop(0)
   async def send(message): sent.append(message)
-  asyncio.run(gate({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, send))
+  await gate({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, send)
   assert sent[0]["status"] == 401 and kept == [0] and not chunks
 
 

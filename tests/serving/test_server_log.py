@@ -1,5 +1,4 @@
 """The server's log: a line for each request and the URLs; and hints for paths that do not exist."""
-import asyncio
 import logging
 import re
 from types import SimpleNamespace
@@ -43,14 +42,14 @@ def test_401_and_disconnect_are_logged_at_their_end_without_the_key(limited, log
 @pytest.mark.parametrize("flags,level", [
   ([], logging.INFO), (["--disable-access-log-for-endpoints", "/health,/x"], logging.DEBUG),
   (["--root-path", "/r"], logging.INFO), (["--disable-access-log"], None), (["--disable-uvicorn-access-log"], None)])
-def test_access_log_flags_set_the_level(caplog, flags, level):
+async def test_access_log_flags_set_the_level(caplog, flags, level):
   """The app sends no end of its response."""
   async def app(scope, receive, send): await send({"type": "http.response.start", "status": 200, "headers": []})
   async def send(message): ...
   caplog.set_level(logging.DEBUG, "tinyvllm")
   log = AccessLog(app, serve.read_arguments(parse_command("serve", *flags))[2])
   scope = {"type": "http", "method": "GET", "headers": []}
-  for path in ("/x", "/r/health"): asyncio.run(log({**scope, "path": path}, None, send))
+  for path in ("/x", "/r/health"): await log({**scope, "path": path}, None, send)
   health = logging.DEBUG if "--root-path" in flags else logging.INFO
   expected = [("GET /x 499 in", level), ("GET /r/health", health)] if level else []
   assert [(x.getMessage()[:13], x.levelno) for x in caplog.records if "GET" in x.msg] == expected

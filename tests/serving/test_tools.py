@@ -35,8 +35,7 @@ def thinking_server(tmp_path_factory):
   template = ("{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
               "{% if is_open is defined %}<think>\n{% endif %}")
   last = json.loads((folder / "config.json").read_text())["vocab_size"] - 1
-  tokens = {last: {"content": "<think>", "special": True}}
-  config = {"chat_template": template, "added_tokens_decoder": tokens}
+  config = {"chat_template": template, "added_tokens_decoder": {last: {"content": "<think>", "special": True}}}
   (folder / "tokenizer_config.json").write_text(json.dumps(config))
   yield from checked(LocalServer(folder, *flags(**SMALL), "--tool-call-parser", "hermes", "--enable-auto-tool-choice"))
 
@@ -63,8 +62,7 @@ def test_required_or_named_tool_call_follows_function_schema(server, choice, val
   answers = [parse(ask(server, **fields, seed=seed)) for seed in range(5)]
   for text, calls, reason in answers:
     assert (text, reason) == ("", "tool_calls") and calls and all(call in valid for call in calls)
-  is_parallel = choice == "required" and parallel is None
-  assert (max(len(calls) for _, calls, _ in answers) > 1) == is_parallel
+  assert (max(len(calls) for _, calls, _ in answers) > 1) == (choice == "required" and parallel is None)
 
 
 def test_openai_package_collects_streamed_tool_calls(server):
@@ -182,5 +180,4 @@ def test_special_token_may_open_reasoning(thinking_server):
   fields, text = {"max_tokens": 3, "logit_bias": {str(token): 100}}, "<think><think>"
   assert ask(thinking_server, **fields)["message"] == {
     "role": "assistant", "content": None, "reasoning": text, "reasoning_content": text}
-  hidden = ask(thinking_server, **fields, skip_special_tokens=True)
-  assert hidden["message"] == {"role": "assistant", "content": ""}
+  assert ask(thinking_server, **fields, skip_special_tokens=True)["message"] == {"role": "assistant", "content": ""}

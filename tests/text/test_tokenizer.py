@@ -221,8 +221,7 @@ def test_token_bytes_join_to_the_text(tokenizer):
 
 
 def test_eos_token_of_tokenizer_ends_generation(tmp_path):
-  folder = tiny_model(tmp_path, eos_token_id=5)
-  llm = LLM(folder, max_model_len=32)
+  llm = LLM(tiny_model(tmp_path, eos_token_id=5), max_model_len=32)
   assert llm.model_config.eos_token_ids == (2, 5), "</s>, and config.json's"
   for token in (2, 5):
     assert llm.generate("a", SamplingParams(logit_bias={token: 100}))[0].outputs[0].finish_reason == "stop"
