@@ -63,7 +63,10 @@ def rope_table(config: ModelConfig, length: int) -> Tensor:
 
 
 class Layer:
-  """A transformer block. It returns the residual stream as two terms, x and delta, which the next norm adds."""
+  """A transformer block. It returns the residual stream as two terms, x and delta, which the next norm adds. has_kv:
+  whether it has K and V in the cache."""
+  has_kv = True
+
   def __init__(self, config: ModelConfig, index: int, dtype: DType, backend: Backend):
     self.config, self.backend = config, backend
     hidden = config.hidden_size

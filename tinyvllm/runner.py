@@ -70,12 +70,12 @@ def build_step(batch: dict[Sequence, int], runner: "Runner", key: GraphKey | Non
 
 
 def allocate_kv_caches(model: Llama, config: EngineConfig, num_bytes: int) -> list[list[Tensor]]:
-  """Allocate the cache tensors of each layer, (num_blocks, *block) each, within `num_bytes` per device, but no more
-  than max_num_seqs sequences of max_model_len need. Raises InputError if one such sequence does not fit, unless it is
-  the model's own limit: then longer requests are refused."""
-  layout = model.backend.kv_layout(model.config, config, model.dtype)
-  sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layout]
-  block_bytes = model.config.num_hidden_layers * sum(sizes)
+  """Allocate the cache tensors of each layer with K and V, (num_blocks, *block) each, within `num_bytes` per device,
+  but no more than max_num_seqs sequences of max_model_len need. Raises InputError if one such sequence does not fit,
+  unless it is the model's own limit: then longer requests are refused."""
+  layouts = [model.backend.kv_layout(model.config, config, model.dtype) if x.has_kv else [] for x in model.layers]
+  sizes = [math.prod(shape) * dtype.itemsize for layout in layouts for shape, dtype in layout]
+  block_bytes = sum(sizes)
   length = config.max_model_len or 0   # the engine has set it
   per_sequence = -(-length // config.block_size)   # blocks
   required = per_sequence if length != model.config.max_position_embeddings else 1   # blocks
@@ -92,7 +92,7 @@ def allocate_kv_caches(model: Llama, config: EngineConfig, num_bytes: int) -> li
              f"{(num_blocks - 1) * config.block_size} tokens: {(num_blocks - 1) / per_sequence:.1f} sequences of "
              f"{length}, {num_blocks * block_bytes / 2**30:.2f} GiB{' when all are used' if cpu_cores() else ''}")
   def new(shape, dtype): return Tensor.empty(num_blocks, *shape, dtype=dtype, device=model.devices.names).contiguous()
-  return [[new(*part).realize() for part in layout] for _ in range(model.config.num_hidden_layers)]
+  return [[new(*part).realize() for part in layout] for layout in layouts]
 
 
 def upload(tensor: Tensor, array: np.ndarray) -> None:
@@ -125,7 +125,7 @@ class Runner:
     length = config.max_model_len or 0   # the engine has set it
     self.ropes = [table.to(model.devices.names).realize() for table in model.ropes(length)]
     self.kv_caches = allocate_kv_caches(model, config, num_bytes)
-    self.num_blocks = len(self.kv_caches[0][0])
+    self.num_blocks = len(max(self.kv_caches, key=len)[0])
     self.max_blocks = -(-length // config.block_size)
     self.max_rows = next_power_of_two(config.max_num_seqs)   # rows of logits, except prompt logprobs
     self.block_tables = zeros(config.max_num_seqs + 1, self.max_blocks)   # the last slot is for padding

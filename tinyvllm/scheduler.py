@@ -79,7 +79,7 @@ class BlockManager:
 class Scheduler:
   """Owns the queue of waiting sequences and the running ones, and chooses the tokens of each step."""
   def __init__(self, config: EngineConfig, blocks: BlockManager):
-    self.config, self.blocks = config, blocks
+    self.config, self.blocks, self.match_prefix = config, blocks, blocks.match_prefix
     self.waiting, self.running = list[Sequence](), list[Sequence]()   # the first is sorted
 
   def add(self, seq: Sequence) -> None: bisect.insort(self.waiting, seq)
@@ -115,7 +115,7 @@ class Scheduler:
   def start(self, seq: Sequence, free_slots: set[int]) -> bool:
     """Start the first waiting sequence with the cached blocks of its tokens. Return False if the free blocks do not
     hold all of its tokens: otherwise the chunks of several prompts would preempt each other."""
-    if not seq.wants_prompt_logprobs: self.blocks.match_prefix(seq)
+    if not seq.wants_prompt_logprobs: self.match_prefix(seq)
     if not self.blocks.can_allocate(seq.block_table, len(seq.tokens)):
       self.blocks.free(seq)
       return False
@@ -142,8 +142,7 @@ class Scheduler:
     """Process the results of a step: cache the blocks it filled, append the sampled tokens, finish sequences.
     computed: positions whose K and V the step wrote. Blocks freed since then and rejected drafts are not cached."""
     for seq, positions in computed.items() if self.config.enable_prefix_caching else ():
-      self.blocks.cache_full_blocks(
-        seq, range(positions.start, min(positions.stop, seq.num_computed, len(seq.tokens))))
+      self.blocks.cache_full_blocks(seq, range(positions.start, min(positions.stop, seq.num_computed, len(seq.tokens))))
     for seq, token in sampled.items():
       seq.append(token)
       while seq.siblings: self.add(seq.siblings.pop())

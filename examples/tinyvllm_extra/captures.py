@@ -10,8 +10,9 @@ from tinyvllm.config import EngineConfig, check, logger
 from tinyvllm.engine import Engine
 from tinyvllm.request import SamplerMode, Sequence
 from tinyvllm.runner import GraphKey, Runner, build_step, next_power_of_two
-from tinyvllm.scheduler import BlockManager, Scheduler
+from tinyvllm.scheduler import BlockManager
 
+from .cache.snapshots import SnapshotScheduler
 from .kernels.cpu import CAPTURES
 from .kernels.graphs import PROMPT, FewGraphs, sizes_of
 from .kernels.tinygrad_patches import num_compiled
@@ -99,7 +100,7 @@ class CaptureThread(threading.Thread):
     atexit.unregister(self.allow_exit)
 
 
-class PacedScheduler(Scheduler):
+class PacedScheduler(SnapshotScheduler):
   """A Scheduler whose steps fill captured ones. While sequences decode, a step of more than PROMPT tokens takes about
   max_pause seconds at most.
 

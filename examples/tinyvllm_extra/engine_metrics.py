@@ -76,10 +76,11 @@ class MeteredScheduler(PacedScheduler):
     options of the KV cache under vLLM's names."""
     blocks = self.blocks
     seconds = self.counters["seconds"] or 1
-    return {**self.counters, "blocks_used": blocks.num_used(), "blocks_free": blocks.num_free(),
-            "blocks_cached": len(blocks.evictable), "blocks_shared": len(blocks.shared),
+    return {**self.counters, **(self.states.metrics() if self.states else {}), "blocks_used": blocks.num_used(),
+            "blocks_free": blocks.num_free(), "blocks_cached": len(blocks.evictable),
+            "blocks_shared": len(blocks.shared), "num_requests_running": len(self.running),
             "kv_cache_usage_perc": blocks.num_used() / (blocks.num_blocks - 1),   # a fraction, under vLLM's name
-            "num_requests_running": len(self.running), "num_requests_waiting": len(self.waiting),
+            "num_requests_waiting": len(self.waiting),
             "mean_batch_size": self.counters["scheduled"] / (self.counters["steps"] or 1),
             "tokens_per_second": self.counters["generation_tokens"] / seconds,
             "requests_per_second": self.counters["requests_finished"] / seconds, "step_sizes": {**self.step_sizes},

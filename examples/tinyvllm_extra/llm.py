@@ -9,7 +9,7 @@ from tinyvllm.engine import Engine, Params, Parts, Prompt, Request
 from tinyvllm.request import RequestOutput
 
 from . import captures, engine_metrics, kernels
-from .cache import prefix_cache
+from .cache import prefix_cache, snapshots
 from .formats import hub
 from .kernels import drivers, parallel
 from .models import Embedder, find_model
@@ -42,10 +42,11 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     open_checkpoint=lambda path, config: hub.open_checkpoint(path, config.quantization, config.activation_quantization),
     find_model=lambda hf_config, path, config: find_model(hf_config, path, config.runner),
     params_class=SamplingParams, scheduler_class=engine_metrics.MeteredScheduler, logits=logits.ProcessedLogits(),
-    open_proposer=speculation.open_proposer)
+    open_proposer=snapshots.open_proposer)
   config: LLMConfig
   scheduler: engine_metrics.MeteredScheduler
   proposer: speculation.SpeculativeProposer | None
+  states: snapshots.StatePool | None = None   # of a model with recurrent layers
   save_prefix_cache = prefix_cache.save_prefix_cache
   load_prefix_cache = prefix_cache.load_prefix_cache
   beam_search = beam_search.beam_search
@@ -69,6 +70,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     # The requested dtype, although a CPU computes in float32
     self.config = dataclasses.replace(self.config, dtype=getattr(self.backend, "stored_dtype", "") or self.config.dtype)
     self.devices = self.runner.model.devices.names
+    self.scheduler.states = self.states
     self.is_embedder = isinstance(self.runner.model, Embedder)
     check(not (self.is_embedder and self.proposer), "speculative_config must be None for an embedding model")
     # Else `encode` leaves out tokenizer.json's end token, whose hidden state is the embedding

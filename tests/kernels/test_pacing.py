@@ -1,6 +1,7 @@
 """How many tokens a step with prompts takes, on every device: it depends on captured sizes and measured times only."""
 import pytest
 from tinyvllm import LLM, SamplingParams
+from tinyvllm.scheduler import BlockManager
 from tinyvllm_extra.engine_metrics import MeteredScheduler
 from tinyvllm_extra import captures
 from tinyvllm_extra.options import LLMConfig
@@ -13,7 +14,8 @@ class Sequence:
 
 def scheduler_of(running: list[int], waiting: list[int], **options) -> MeteredScheduler:
   """Return a scheduler with sequences that have these numbers of tokens left."""
-  scheduler = MeteredScheduler(LLMConfig(max_num_seqs=200, **options), None)
+  config = LLMConfig(max_num_seqs=200, **options)
+  scheduler = MeteredScheduler(config, BlockManager(2, config))
   scheduler.sizes = [1, 8, 64, 128, 512]
   scheduler.running, scheduler.waiting = [*map(Sequence, running)], [*map(Sequence, waiting)]
   return scheduler
@@ -41,8 +43,8 @@ def test_steps_are_smaller_while_sequences_decode_until_they_are_fast_enough():
 def test_time_of_a_step_begins_at_its_launch_or_when_the_step_before_ended(monkeypatch):
   clock = iter([1.0, 1.5, 3.0, 4.0, 9.0, 10.0, 10.5]).__next__
   scheduler = scheduler_of([], [])
-  monkeypatch.setattr(captures.Scheduler, "start_step", lambda *_: None)
-  monkeypatch.setattr(captures.Scheduler, "update", lambda *_: None)
+  monkeypatch.setattr(captures.SnapshotScheduler, "start_step", lambda *_: None)
+  monkeypatch.setattr(captures.SnapshotScheduler, "update", lambda *_: None)
   monkeypatch.setattr(captures, "time", type("Clock", (), {"monotonic": staticmethod(clock)}))
   def launch(tokens): captures.PacedScheduler.start_step(scheduler, {"a": tokens - 1, "b": 1})
   def end(tokens): captures.PacedScheduler.update(scheduler, {"a": range(tokens - 1), "b": range(1)}, {})

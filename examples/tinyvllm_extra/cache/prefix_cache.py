@@ -15,6 +15,7 @@ from tinyvllm.engine import Engine
 from tinyvllm_extra.formats.hub import open_checkpoint
 from tinyvllm_extra.kernels.buffers import buffers_of, copy_to_devices, write
 from tinyvllm_extra.kernels.schedule import kernel_of
+from tinyvllm_extra.models.recurrent import state_shapes
 from tinyvllm_extra.sampling.speculation import SpeculativeProposer
 
 MAGIC = b'{"__metadata__": {"format": "'   # start of the JSON header
@@ -57,6 +58,8 @@ def identity(engine: Engine) -> dict[str, str]:
   """Return everything that an engine's blocks and hashes depend on. The first call reads the model's files: call it
   early, as they may be replaced while the engine runs."""
   if engine in identities: return identities[engine]
+  check(not any(state_shapes(engine.model_config)), f"{engine.path.name}: prefix caches of models with recurrent "
+        "layers cannot be saved: their snapshots are in memory only")
   options = vars(engine.config)   # an LLMConfig's
   layouts = collections.Counter(f"{x.dtype.name} {x.shape[1:]}" for x in cache_tensors(engine))
   values: JsonObject = {

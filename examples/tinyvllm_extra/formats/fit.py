@@ -11,6 +11,7 @@ from tinyvllm.llama import Llama
 from tinyvllm_extra import kernels
 from tinyvllm_extra.kernels import drivers
 from tinyvllm_extra.models import find_model
+from tinyvllm_extra.models.recurrent import state_shapes
 from tinyvllm_extra.options import LLMConfig
 
 if TYPE_CHECKING: from .weights import FastCheckpoint
@@ -54,7 +55,7 @@ def estimate_fit(name: str, hf: JsonObject, row: JsonObject, quantization: str |
   weights = weight_bytes(plain_weights(shape, model_class), quantization, sizes[stored])
   # A step reads few rows of the embeddings, but the whole output head
   read = weights - (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * sizes[stored])
-  per_token = shape.num_hidden_layers * sum(math.prod(part) * dtype.itemsize for part, dtype in cache)   # bytes
+  per_token = state_shapes(shape).count(()) * sum(math.prod(part) * dtype.itemsize for part, dtype in cache)   # bytes
   left = int(row["free_gib"] * GIB * LLMConfig().gpu_memory_utilization) - weights
   most = max(drivers.CPU_CACHE, shape.max_position_embeddings * per_token) if row.get("backend") == "CPU" else left
   return {"model": name, "dtype": row["dtype"], "stored": quantization or stored, "weights_gib": weights / GIB,

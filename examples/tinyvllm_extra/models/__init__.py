@@ -10,10 +10,11 @@ from tinyvllm.llama import Llama
 
 from .embedder import Embedder, is_embedder
 from .gpt2 import read_gpt2
+from .recurrent import read_lfm2
 from .table import ROWS, Reader
 
 MODELS: dict[str, Reader] = {"LlamaForCausalLM": lambda hf, path: (ModelConfig.from_hf(hf, path), Llama),
-                             "GPT2LMHeadModel": read_gpt2, **ROWS}
+                             "GPT2LMHeadModel": read_gpt2, "Lfm2ForCausalLM": read_lfm2, **ROWS}
 
 
 def find_model(hf_config: JsonObject, path: pathlib.Path, runner: str = "auto") -> tuple[ModelConfig, type[Llama]]:

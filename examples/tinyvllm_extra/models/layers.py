@@ -75,22 +75,27 @@ class VariantLayer(llama.Layer):
     self.config, self.backend, self.dtype = config, backend, dtype
     self.name = f"model.layers.{index}"
     self.window, self.rope = config.windows[index], config.rope_kinds[index]
-    self.options = self.window, self.rope
+    self.options: tuple[int, ...] = self.window, self.rope
     norms = [self.norm(source, config.hidden_size) if source else None for source in config.norms]
     self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
+    self.make_attention()
+    self.make_mlp()
+
+  def make_attention(self) -> None:
+    """Make the modules of `attention`."""
+    config, linear = self.config, self.backend.Linear
     q_size, kv_size = [n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads)]
     rows = {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
     if config.is_fused: rows = {"self_attn.qkv_proj": sum(rows.values())}
-    self.qkv_proj = self.linear(backend.Linear, config.hidden_size, rows, config.qkv_bias or config.attention_bias)
+    self.qkv_proj = self.linear(linear, config.hidden_size, rows, config.qkv_bias or config.attention_bias)
     if config.qk_norm:
       is_all = config.qk_norm == "all"
       self.q_norm = self.norm("self_attn.q_norm", q_size if is_all else config.head_dim)
       self.k_norm = self.norm("self_attn.k_norm", kv_size if is_all else config.head_dim)
     # With a norm after it, an output must be one sum
-    self.o_proj = self.linear(backend.Linear, q_size, {"self_attn.o_proj": config.hidden_size}, config.attention_bias,
+    self.o_proj = self.linear(linear, q_size, {"self_attn.o_proj": config.hidden_size}, config.attention_bias,
                               0 if config.norms[1] else 1)
     self.sinks = Sinks(f"{self.name}.self_attn.sinks", config.num_attention_heads) if config.has_sinks else None
-    self.make_mlp()
 
   def norm(self, source: str, size: int) -> Norm:
     dtype = self.dtype if self.config.norm_offset is None else dtypes.float32   # 1 + w needs more digits than w

@@ -19,6 +19,7 @@ from tinyvllm_extra.formats import hub
 from tinyvllm_extra.formats.fit import model_weights, weight_bytes
 from tinyvllm_extra.kernels.cpu import cpu_sums
 from tinyvllm_extra.models import find_model
+from tinyvllm_extra.models.recurrent import state_shapes
 from tinyvllm_extra.options import FORMATS
 
 from .params import SamplingParams
@@ -249,6 +250,7 @@ def load_draft_model(target: LoadedModel, config: SpeculativeConfig, num_bytes: 
   checkpoint = hub.open_checkpoint(path, config.quantization, vars(target.config)["activation_quantization"])
   model_config, model_class = find_model(checkpoint.hf_config, path)
   vocab_size = target.model_config.vocab_size
+  check(not any(state_shapes(model_config)), f"{prefix} has recurrent layers, which a draft model must not have")
   check(model_config.vocab_size == vocab_size, f"{prefix} has a vocab_size of {model_config.vocab_size}, the target "
         f"{vocab_size}: choose one of the same family")
   if any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
