@@ -166,7 +166,7 @@ def test_allocate_kv_caches_on_cpu_gives_same_size_each_start(length, gib, monke
   shapes = []
   monkeypatch.setattr("tinyvllm.runner.Tensor.empty", lambda *shape, **_: shapes.append(shape) or Tensor(0.0))
   model = SimpleNamespace(config=ModelConfig.from_hf(config, Path()), backend=FastBackend(), dtype=dtypes.float16,
-                          devices=Devices())
+                          devices=Devices(), layers=[SimpleNamespace(has_kv=True)] * 30)
   for gib_free in (20, 17.3):
     allocate_kv_caches(model, LLMConfig(max_num_seqs=1024, max_model_len=length), int(gib_free * 2**30))
   assert len({tuple(shapes[:60]), tuple(shapes[60:])}) == 1

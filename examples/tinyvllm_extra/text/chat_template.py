@@ -39,7 +39,6 @@ def render(source: str, messages: Messages, continue_final_message: bool = False
 
   Raises InputError if the template fails for all forms of the conversation, or would leave out an instruction."""
   optional("jinja2.sandbox", "hf", "a chat template")
-  check(all(isinstance(x, dict) for x in messages), "messages: each message must be an object with role and content")
   later = [plain_text(x).strip() for x in messages[1:] if x.get("role") in INSTRUCTIONS]
   errors = []
   for form in forms([adapt(message, source) for message in messages]):

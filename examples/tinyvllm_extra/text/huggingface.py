@@ -88,6 +88,7 @@ class ChatTokenizer(tokenizer.Tokenizer):
     add_generation_prompt: append the start of an answer. continue_final_message: leave the last message open instead,
     for the model to continue. variables: the template's other variables, such as tools, or another chat_template.
     Raises InputError without a template, or if the template fails."""
+    check(all(isinstance(x, dict) for x in messages), "messages: each message must be an object with role and content")
     source = self.template(bool(variables.get("tools")), variables.pop("chat_template", None)) or ""
     check(source, "tokenizer_config.json has no chat template: use generate")
     tokens = {k: v for k, v in self.config.items() if k.endswith("_token") and isinstance(v, str)}
