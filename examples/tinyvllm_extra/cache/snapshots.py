@@ -91,17 +91,17 @@ class SnapshotScheduler(Scheduler):
 
   def take_snapshots(self, states: StatePool) -> None:
     """Copy the states at the end of the last step, whose inputs are known by now."""
-    pairs = []
+    slots: dict[int, int] = {}   # by row: the snapshot that replaces another of this step gets the row
     for seq, slot, position in self.ends:
       key = self.blocks.block_hash(seq, position // self.blocks.block_size - 1)
       is_answer = position > seq.num_prompt and position % self.interval != 0
       if is_answer and seq in self.newest: states.drop(self.newest.pop(seq))
       if key in states.snapshots or (row := states.take_row()) is None: continue
       states.snapshots[key] = row
-      pairs.append((slot, row))
+      slots[row] = slot
       if is_answer: self.newest[seq] = key
     self.ends = []
-    states.copy(pairs)
+    states.copy([(slot, row) for row, slot in slots.items()])
 
   def _schedule_tokens(self, batch: dict[Sequence, int], seq: Sequence, num_tokens: int) -> int:
     if self.states and num_tokens > 1:   # end where a snapshot is due
