@@ -302,7 +302,7 @@ def chat_text(body: Conversation, tokenizer: ChatTokenizer, trusts_template: boo
   template = tokenizer.template(bool(tools), variables.get("chat_template")) or ""
   check("tools" not in variables or "tools" in template or requires_call(tool_choice_of(body)),
         "tools: the model's chat template does not support tools")
-  return tokenizer.apply_chat_template(body.messages, **variables)
+  return tokenizer.render_conversation(body.messages, **variables)
 
 
 def thinking(is_on: bool) -> dict[str, bool]:

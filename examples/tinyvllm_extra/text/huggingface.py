@@ -88,13 +88,18 @@ class ChatTokenizer(tokenizer.Tokenizer):
     add_generation_prompt: append the start of an answer. continue_final_message: leave the last message open instead,
     for the model to continue. variables: the template's other variables, such as tools, or another chat_template.
     Raises InputError without a template, or if the template fails."""
-    check(all(isinstance(x, dict) for x in messages), "messages: each message must be an object with role and content")
     source = self.template(bool(variables.get("tools")), variables.pop("chat_template", None)) or ""
     check(source, "tokenizer_config.json has no chat template: use generate")
     tokens = {k: v for k, v in self.config.items() if k.endswith("_token") and isinstance(v, str)}
     variables = {**tokens, **self.template_variables, **variables}
-    return chat_template.render(source, messages, continue_final_message, **variables,
-                                add_generation_prompt=add_generation_prompt and not continue_final_message)
+    variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
+    return chat_template.render(source, messages, continue_final_message, variables)
+
+  def render_conversation(self, messages: list[JsonObject], **options: Any) -> str:
+    """Like apply_chat_template, but in a form of the conversation that the template accepts."""
+    source = self.template(bool(options.get("tools")), options.get("chat_template")) or ""
+    def apply(form: list[JsonObject]) -> str: return self.apply_chat_template(form, **options)
+    return chat_template.render_conversation(messages, source, apply)
 
   def encode_chat(self, messages: list[JsonObject], template: JsonObject | None = None,
                   **unknown: object) -> tuple[str, list[int]]:
@@ -102,7 +107,7 @@ class ChatTokenizer(tokenizer.Tokenizer):
     is_list = isinstance(messages, list) and messages
     check(is_list, f"messages={messages!r} must be [{{'role': 'user', 'content': str}}]")
     check(not unknown, f"prompt: {', '.join(unknown)}: only messages and template are allowed together")
-    text = self.apply_chat_template(messages, **template or {})
+    text = self.render_conversation(messages, **template or {})
     return text, self.encode(text, False)   # the template adds BOS
 
 
