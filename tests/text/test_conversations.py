@@ -19,7 +19,7 @@ def render(tmp_path):
   (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
   def render(template, messages, options=None):
     (tmp_path / "chat_template.jinja").write_text(CONVERSATIONS["templates"].get(template, template))
-    return load_tokenizer(tmp_path).apply_chat_template(messages, **options or {})
+    return load_tokenizer(tmp_path).render_conversation(messages, **options or {})
   return render
 
 
