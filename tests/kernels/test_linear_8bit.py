@@ -12,6 +12,7 @@ from tinygrad.renderer.cstyle import ClangRenderer
 
 from tinyvllm import LLM
 from tinyvllm.backend import renderer
+from tinyvllm_extra.formats import hub
 from tinyvllm_extra.formats.quantization import Quantized, dequantize
 from tinyvllm_extra.kernels.matmul import FastExperts, FastGateUp, FastLinear
 
@@ -92,3 +93,9 @@ def test_engine_outputs_do_not_depend_on_batch_or_chunks(tmp_path, quantization)
   prompts = [tokens(prompt(n)) for n in (3, 17, 9)]
   def generate(llm, batch): return [*map(ids_of, llm.generate(batch, greedy(8), use_tqdm=False))]
   assert [generate(whole, [x])[0] for x in prompts] == generate(chunked, prompts) == generate(whole, prompts)
+
+
+def test_int8_activations_are_refused_without_c(tmp_path, monkeypatch):
+  monkeypatch.setattr(hub, "speaks_c", lambda: False)
+  with pytest.raises(ValueError, match="activation_quantization='int8' needs a CPU with clang: use 'auto'"):
+    LLM(tiny_model(tmp_path), **ENGINE, activation_quantization="int8")

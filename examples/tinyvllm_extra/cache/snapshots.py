@@ -73,9 +73,9 @@ class SnapshotScheduler(Scheduler):
     self.match_prefix = self.match_snapshot
     self.interval = max(1, INTERVAL // blocks.block_size) * blocks.block_size
     self.ends: list[tuple[Sequence, int, int]] = []      # sequence, slot and position at the end of the last step
-    self.positions: dict[int, int] = {}                  # of the states by slot
+    self.positions: dict[int, int] = {}                  # each slot's state is after this many tokens
     self.backups: dict[int, int] = {}                    # position of each slot's backup
-    self.newest = weakref.WeakKeyDictionary[Sequence, bytes]()   # of each answer; the next snapshot replaces it
+    self.newest = weakref.WeakKeyDictionary[Sequence, bytes]()   # each answer's last snapshot, until the next one
 
   def schedule(self, budget: int = 0) -> dict[Sequence, int]:
     if self.states: self.refresh(self.states)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from tinygrad.helpers import size_to_str
 
 from tinyvllm.config import InputError, JsonObject, check, logger, read_json
+from tinyvllm_extra.kernels.matmul import speaks_c
 from tinyvllm_extra.options import LLMConfig, setup_logging
 from tinyvllm_extra.packages import optional
 
@@ -65,6 +66,7 @@ def open_checkpoint(path: pathlib.Path, quantization: str | None = None, activat
   activation_quantization. Raises InputError for anything else."""
   is_gguf = path.suffix == ".gguf" and not path.is_dir()
   checkpoint = (GGUFCheckpoint if is_gguf else SafetensorsCheckpoint)(path, quantization)
+  check(activations != "int8" or speaks_c(), "activation_quantization='int8' needs a CPU with clang: use 'auto'")
   checkpoint.has_8bit_inputs = activations != "none"
   return checkpoint
 

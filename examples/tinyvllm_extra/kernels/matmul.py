@@ -167,10 +167,13 @@ def x_group(in_features: int, groups: int) -> int: return gcd(32, in_features //
 def block_rows(rows: int, in_features: int) -> int: return min(rows, 64, max(8, 2**18 // in_features))
 
 
+def speaks_c() -> bool: return isinstance(renderer(), ClangRenderer)   # whether kernels are compiled from C, by clang
+
+
 def supports_8bit(shape: tuple[int, ...], w: Quantized) -> bool:
   """Return whether W, with this stored shape for floats, can be multiplied by x in int8: on a CPU, with clang."""
   is_tiled = shape[2:] == (16,) and x_group(w.q.shape[1], w.scale.shape[1]) % 8 == 0
-  return is_tiled and not w.number_format.is_float and isinstance(renderer(), ClangRenderer)
+  return is_tiled and not w.number_format.is_float and speaks_c()
 
 
 def launch_8bit(operands: dict[str, UOp], bits: int, rows: int, activation: str) -> Launch:

@@ -1,13 +1,13 @@
-"""Layers with a state of fixed size instead of K and V, and models that have both kinds. A layer's states are the rows
-of a tensor, (rows, ...): one for each slot, one for padding, then others, see StatePool. A step reads a sequence's row
-before the sequence's first token and writes it after the last one."""
+"""Layers with a state of fixed size instead of K and V, and models that have both kinds. The rows of a tensor, (rows,
+...), hold a layer's states: one for each slot, one for padding, then others, see StatePool. A step reads a sequence's
+row before the sequence's first token and writes it after the last one."""
 import dataclasses, pathlib
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.uop.ops import KernelInfo
 
 from tinyvllm.backend import TOKENS
-from tinyvllm.config import JsonObject, ModelConfig
+from tinyvllm.config import JsonObject, ModelConfig, check
 from tinyvllm.llama import Llama
 
 from .gpt2 import Plain
@@ -22,7 +22,6 @@ class HybridConfig(VariantConfig):
   """A config with the kind of each layer. kernel_size: of short convolutions."""
   layer_types: tuple[str, ...] = ()   # "full_attention" or "conv"
   kernel_size: int = 3
-  conv_bias: bool = False
 
   def state_shape(self, index: int) -> tuple[int, ...]:
     """Return the shape of a layer's state, (columns, hidden), in float32; () for a layer with K and V."""
@@ -40,7 +39,7 @@ def past_kernel(past: UOp, x: UOp, state: UOp, tokens: UOp) -> UOp:
   the first token. past: (T, columns, hidden). x: (T, hidden). state: (rows, columns, hidden). tokens: (words, T)."""
   T, columns, hidden = past.max_shape
   t, j, h = [UOp.range(n, i) for i, n in enumerate((T, columns, hidden))]
-  back = columns - j   # how many tokens before t
+  back = columns - j   # distance from t in tokens
   def is_same(n): return (t >= n) & tokens[SLOT, (t - n).maximum(0)].load().eq(tokens[SLOT, t].load())
   earlier = sum([is_same(n).cast(dtypes.weakint) for n in range(1, columns + 1)], UOp.const(0))   # in this step
   own = x.base.index(((t - back).maximum(0) * hidden + h).valid(is_same(back))).load().float()
@@ -83,9 +82,9 @@ class HybridLayer(VariantLayer):
     self.options = *self.options, self.has_kv
     if self.has_kv: return super().make_attention()
     hidden = config.hidden_size
-    self.in_proj = self.linear(self.backend.Linear, hidden, {"conv.in_proj": 3 * hidden}, config.conv_bias)
+    self.in_proj = self.linear(self.backend.Linear, hidden, {"conv.in_proj": 3 * hidden}, False)
     self.conv = Plain(f"{self.name}.conv.conv", (hidden, 1, config.kernel_size), self.dtype)
-    self.out_proj = self.linear(self.backend.Linear, hidden, {"conv.out_proj": hidden}, config.conv_bias)
+    self.out_proj = self.linear(self.backend.Linear, hidden, {"conv.out_proj": hidden}, False)
 
   def attention(self, h: Tensor, cache: list[Tensor], ropes: list[Tensor], tokens: Tensor,
                 block_tables: Tensor) -> Tensor:
@@ -116,16 +115,17 @@ def lfm2(hf: JsonObject) -> JsonObject:
   attention = hf.get("full_attn_idxs")
   types = hf.get("layer_types") or ["conv" if attention is not None and i not in attention else "full_attention"
                                     for i in range(hf["num_hidden_layers"])]
-  return {"layer_types": tuple(types), "kernel_size": hf.get("conv_L_cache", 3), "qk_norm": "head",
-          "conv_bias": hf.get("conv_bias", False)}
+  check(not hf.get("conv_bias"), "model: conv_bias=True is not supported; supported: false")
+  return {"layer_types": tuple(types), "kernel_size": hf.get("conv_L_cache", 3), "qk_norm": "head"}
 
 
 def read_lfm2(hf: JsonObject, path: pathlib.Path) -> tuple[ModelConfig, type[Llama]]:
   """Read the config.json of LFM2 (Liquid AI 2025, arXiv:2511.23404)."""
+  hf = {name: value for name, value in hf.items() if value is not None}
   size = hf.get("intermediate_size") or hf.get("block_ff_dim") or 12288
   if hf.get("block_auto_adjust_ff_dim", True):
     multiple = hf.get("block_multiple_of", 256)
-    size = int(2 * size / 3 * hf.get("block_ffn_dim_multiplier", 1.0))
+    size = int(int(2 * size / 3) * hf.get("block_ffn_dim_multiplier", 1.0))
     size = -(-size // multiple) * multiple
   tied = hf.get("tie_word_embeddings", hf.get("tie_embedding", True))
   fields = {"rms_norm_eps": hf.get("norm_eps", 1e-5), "intermediate_size": size, "tie_word_embeddings": tied}
