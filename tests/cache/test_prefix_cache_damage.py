@@ -93,7 +93,7 @@ def test_without_prefix_caching_save_writes_nothing_and_load_raises(folder, file
 # Saving
 
 @pytest.mark.parametrize("place, before_error", [
-  ("os.replace", []), ("os.fsync", []), ("tinyvllm_extra.cache.prefix_cache.zlib.crc32", [0, 0])])
+  ("os.replace", []), ("os.fsync", []), ("tinyvllm_extra.formats.prefix_file.zlib.crc32", [0, 0])])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_failed_save_keeps_old_file(engine, file, place, before_error, error):
   before, ids = file.read_bytes(), prompt(5 * BS, "fails")

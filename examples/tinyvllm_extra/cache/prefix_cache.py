@@ -1,57 +1,22 @@
 """Saves the prefix cache, cached blocks with their hashes, to a file for a restarted engine. A file is only loaded into
-an engine that would compute the same blocks, a block with a wrong checksum is never loaded, and a file is replaced
-completely or not at all."""
-import collections, contextlib, functools, hashlib, json, math, os, pathlib, tempfile, time, weakref, zlib
-from collections.abc import Mapping
-from typing import IO, Any
+an engine that would compute the same blocks, and a block with a wrong checksum is never loaded."""
+import collections, os, pathlib, time, weakref
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
+from tinygrad import Context, Device, Tensor, TinyJit, dtypes
 
-from tinyvllm.backend import exclusive
-from tinyvllm.config import JsonObject, ModelConfig, check, logger
+from tinyvllm.backend import exclusive, scatter_kernel
+from tinyvllm.config import JsonObject, check, logger
 from tinyvllm.engine import Engine
-from tinyvllm_extra.formats.hub import open_checkpoint
+from tinyvllm_extra.formats.prefix_file import (
+  FORMAT, StoredBlocks, fingerprint, reading, replaceable, replacing, write_blocks)
 from tinyvllm_extra.kernels.buffers import buffers_of, copy_to_devices, write
-from tinyvllm_extra.kernels.schedule import kernel_of
 from tinyvllm_extra.models.recurrent import state_shapes
 from tinyvllm_extra.sampling.speculation import SpeculativeProposer
 
-MAGIC = b'{"__metadata__": {"format": "'   # start of the JSON header
-FORMAT = "1"           # change it when the hashes, the blocks or the file layout change
-MAX_BYTES = 2**26      # maximum bytes of blocks to copy at a time, but at least one block
-SAMPLE_BYTES = 2**16   # bytes of a weight to hash, at each of four offsets
+MAX_BYTES = 2**26   # maximum bytes of blocks to copy at a time, but at least one block
 
 identities = weakref.WeakKeyDictionary[Engine, dict[str, str]]()
-
-
-def copy_kernel(out: UOp, source: UOp, blocks: UOp, is_scatter: bool) -> UOp:
-  """out[i] = source[blocks[i]], or with is_scatter out[blocks[i]] = source[i], in place."""
-  size = math.prod(out.shape[1:])
-  i = UOp.range(blocks.shape[0], 0)
-  j = UOp.range(size, 1)
-  starts = [i * size, blocks[i].load() * size]
-  value = source.base.index(starts[not is_scatter] + j)
-  return kernel_of("copy_blocks", out.base.index(starts[is_scatter] + j).store(value))
-
-
-def copy_blocks(out: list[Tensor], source: list[Tensor], blocks: Mapping[Any, Tensor], is_scatter: bool) -> None:
-  """Copy blocks on the device. blocks: their numbers by device."""
-  kernel = functools.partial(copy_kernel, is_scatter=is_scatter)
-  Tensor.realize(*[x.custom_kernel(y, blocks[x.device], fxn=kernel)[0] for x, y in zip(out, source, strict=True)])
-
-
-def fingerprint(path: pathlib.Path, config: ModelConfig) -> str:
-  """Hash a model's config and samples of each weight, which differ between fine-tuned models. Reads few bytes."""
-  checkpoint = open_checkpoint(path)
-  digest = hashlib.sha256(repr((config, checkpoint.hf_config.get("quantization_config"))).encode())
-  for name, tensor in sorted(checkpoint.stored_tensors().items()):
-    data = tensor.raw()
-    digest.update(repr((name, tensor.dtype.str, tensor.shape)).encode())
-    for start in range(0, len(data), max(SAMPLE_BYTES, len(data) // 4)):
-      digest.update(data[start:start + SAMPLE_BYTES].data)
-  return digest.hexdigest()[:32]
 
 
 def identity(engine: Engine) -> dict[str, str]:
@@ -81,20 +46,27 @@ def cache_tensors(engine: Engine) -> list[Tensor]:
   return [tensor for runner in engine.runners for layer in runner.kv_caches for tensor in layer]
 
 
+def row_bytes(engine: Engine) -> int:
+  """Return the size of a block in all cache tensors."""
+  return sum(buffer.nbytes for x in cache_tensors(engine) for buffer in buffers_of(x)) // engine.blocks.num_blocks
+
+
 class Blocks:
   """Reads and writes an engine's blocks as rows of bytes, up to `count` at a time, through a staging tensor on the
   device for each cache tensor. Works for any number of cache tensors of any dtypes and shapes."""
   def __init__(self, engine: Engine):
     tensors = cache_tensors(engine)
     self.devices = engine.runners[0].model.devices.names
-    self.row_bytes = sum(buffer.nbytes for x in tensors for buffer in buffers_of(x)) // engine.blocks.num_blocks
+    self.row_bytes = row_bytes(engine)
     self.count = max(1, min(MAX_BYTES // self.row_bytes, engine.blocks.num_blocks))
     def allocate(device, dtype, *shape): return Tensor.empty(*shape, dtype=dtype, device=device).contiguous().realize()
     staging = [allocate(x.device, x.dtype, self.count, *x.shape[1:]) for x in tensors]
     self.staging_buffers = [buffer for x in staging for buffer in buffers_of(x)]
     self.block_ids = {x: allocate(x, dtypes.int32, self.count) for x in {tensor.device for tensor in tensors}}
-    self.gather = TinyJit(functools.partial(copy_blocks, staging, tensors, self.block_ids, False))
-    self.scatter = TinyJit(functools.partial(copy_blocks, tensors, staging, self.block_ids, True))
+    copies = [(x, y, self.block_ids[x.device]) for x, y in zip(tensors, staging, strict=True)]
+    self.gather = TinyJit(lambda: Tensor.realize(*[y.assign(x[ids]) for x, y, ids in copies]))
+    self.scatter = TinyJit(lambda: Tensor.realize(*[x.custom_kernel(ids, y, fxn=scatter_kernel)[0]
+                                                    for x, y, ids in copies]))
     self._synchronize()
 
   def _synchronize(self) -> None:
@@ -109,7 +81,7 @@ class Blocks:
   def read(self, blocks: list[int]) -> np.ndarray:
     """Return the content of blocks, (len(blocks), row_bytes) uint8."""
     self._select(blocks)
-    self.gather()
+    with Context(SPLIT_REDUCEOP=0): self.gather()   # else tinygrad gathers from many blocks in two slow kernels
     columns = [np.frombuffer(x.as_memoryview(allow_zero_copy=True), np.uint8) for x in self.staging_buffers]
     rows = np.concatenate([x.reshape(self.count, -1)[:len(blocks)] for x in columns], 1)
     self._synchronize()
@@ -126,61 +98,27 @@ class Blocks:
     self._synchronize()
 
 
-def checksum(block_hash: bytes, row: np.ndarray) -> int: return zlib.crc32(row.data, zlib.crc32(block_hash))
-
-
 def save_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
   """Write all cached blocks to a file, most recently used first, and return their number. Replaces an earlier file, but
   writes nothing if no block is cached. The model's files must not have changed since the engine loaded them, unless
   load_prefix_cache was called before. Raises OSError, and leaves the file unchanged, if it cannot be written or is not
   a prefix cache."""
   started = time.perf_counter()
-  target = pathlib.Path(path).expanduser().resolve()
-  magic = b""
   with engine.driving(), exclusive:
-    with contextlib.suppress(FileNotFoundError), open(target, "rb") as old: magic = old.read(8 + len(MAGIC))[8:]
-    if not MAGIC.startswith(magic):
-      raise FileExistsError(f"{str(path)!r} is not a prefix cache: remove it, or choose another file")
+    target = replaceable(path)
     pool = engine.blocks
     in_use = [block for seq in engine.scheduler.running for block in seq.block_table]
     most_recent = dict.fromkeys([*in_use, *reversed(pool.evictable)])
     cached = [block for block in most_recent if pool.is_cached(block)]
     if not cached: return 0
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:   # an error deletes it
-      with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:   # readable only by its owner
-        write_blocks(engine, file, cached)
-        file.flush()
-        os.fsync(file.fileno())
-      os.replace(file.name, target)
+    with replacing(target) as file:
+      blocks = Blocks(engine)
+      parts = (blocks.read(cached[i:i + blocks.count]) for i in range(0, len(cached), blocks.count))
+      keys = [pool.block_hashes[block] for block in cached]
+      write_blocks(file, identity(engine), keys, blocks.row_bytes, parts)
   logger.info(f"prefix cache: {len(cached)} blocks, {target.stat().st_size / 2**20:.0f} MiB, written to {path} in "
               f"{time.perf_counter() - started:.1f} s")
   return len(cached)
-
-
-def layout(count: int, row_bytes: int) -> dict[str, tuple[str, list[int]]]:
-  """Return the dtypes and shapes of a file's tensors, in their order."""
-  return {"keys": ("U8", [count, 32]), "blocks": ("U8", [count, row_bytes]), "checksums": ("U32", [count])}
-
-
-def write_blocks(engine: Engine, file: IO[bytes], cached: list[int]) -> None:
-  """Write a safetensors file, the blocks in parts: all of them may be as large as the device's memory. safetensors' own
-  writer needs all tensors in memory."""
-  blocks = Blocks(engine)
-  header: JsonObject = {"__metadata__": identity(engine)}
-  end = 0
-  for name, (dtype, shape) in layout(len(cached), blocks.row_bytes).items():
-    start, end = end, end + math.prod(shape) * int(dtype[1:]) // 8
-    header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-  text = json.dumps(header).encode()
-  text = text.ljust(-(-len(text) // 8) * 8)
-  hashes = [engine.blocks.block_hashes[block] for block in cached]
-  checksums = list[int]()
-  file.write(len(text).to_bytes(8, "little") + text + b"".join(hashes))
-  for i in range(0, len(cached), blocks.count):
-    rows = blocks.read(cached[i:i + blocks.count])
-    checksums += map(checksum, hashes[i:i + blocks.count], rows)
-    file.write(rows.data)
-  file.write(np.array(checksums, "<u4").data)
 
 
 def load_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
@@ -191,43 +129,26 @@ def load_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
   check(engine.config.enable_prefix_caching, f"{prefix} has no effect with enable_prefix_caching=False: remove one")
   started = time.perf_counter()
   with engine.driving(), exclusive:
-    identity(engine)
-    source = pathlib.Path(path).expanduser()
-    check(source.exists(), f"{prefix} does not exist")
-    try:
-      with safe_open(source, "numpy") as file: count = read_blocks(engine, file, prefix)
-    except (OSError, SafetensorError) as e: check(False, f"{prefix} is damaged ({e}): remove it")
+    metadata = identity(engine)
+    with reading(pathlib.Path(path).expanduser(), prefix) as file:
+      count = load_blocks(engine, StoredBlocks(file, metadata, row_bytes(engine), prefix))
   logger.info(f"prefix cache: {count} blocks of {path} in {time.perf_counter() - started:.1f} s")
   return count
 
 
-def read_blocks(engine: Engine, file: safe_open, prefix: str) -> int:
-  """Validate a safetensors file and load its blocks. prefix: start of error messages."""
-  found = file.metadata() or {}
-  differences = [f"{x} {found.get(x)!r}, here {own!r}" for x, own in identity(engine).items() if found.get(x) != own]
-  check(found == identity(engine), f"{prefix} has blocks that do not fit this engine ({'; '.join(differences)}): "
-        "remove it, or choose another file")
+def load_blocks(engine: Engine, stored: StoredBlocks) -> int:
+  """Write stored blocks to free ones, then add them to the prefix cache."""
   blocks = Blocks(engine)
   pool = engine.blocks
-  slices = {name: file.get_slice(name) for name in ("keys", "blocks", "checksums")}
-  actual = {name: (x.get_dtype(), x.get_shape()) for name, x in slices.items()}
-  n = actual["keys"][1][0]
-  check(actual == layout(n, blocks.row_bytes), f"{prefix} is damaged: remove it")
-  hashes = [row.tobytes() for row in slices["keys"][:]]
-  checksums = slices["checksums"][:]
-  uncached = [i for i in range(n) if hashes[i] not in pool.cached_blocks]
+  uncached = [i for i, key in enumerate(stored.keys) if key not in pool.cached_blocks]
   targets = dict(zip(uncached, reversed(pool.free_blocks), strict=False))   # row of the file -> free block
-  for start in range(0, n, blocks.count):
-    batch = [i for i in range(start, min(n, start + blocks.count)) if i in targets]
-    if not batch: continue
-    rows = slices["blocks"][batch[0]:batch[-1] + 1][[i - batch[0] for i in batch]]
-    damaged = [i for i, row in zip(batch, rows, strict=True) if checksum(hashes[i], row) != checksums[i]]
-    check(not damaged, f"{prefix} is damaged (block {damaged[:1]}): remove it")
-    blocks.write([targets[i] for i in batch], rows)   # not in the prefix cache until all are written
+  for start in range(0, len(stored.keys), blocks.count):
+    batch = [i for i in range(start, start + blocks.count) if i in targets]
+    if batch: blocks.write([targets[i] for i in batch], stored.rows(batch))
   del pool.free_blocks[len(pool.free_blocks) - len(targets):]
   for i, block in reversed(targets.items()):
-    pool.block_hashes[block] = hashes[i]
-    pool.cached_blocks[hashes[i]] = block
+    pool.block_hashes[block] = stored.keys[i]
+    pool.cached_blocks[stored.keys[i]] = block
   # Least recently used first: the engine's own blocks are more recent than the file's
   pool.evictable = collections.OrderedDict.fromkeys([*reversed(targets.values()), *pool.evictable])
   return len(targets)

@@ -4,51 +4,27 @@ INTERVAL tokens, and at the last such place of an answer."""
 import collections, math, weakref
 from collections.abc import Callable
 
-import numpy as np
-from tinygrad import Tensor, dtypes
-
-from tinyvllm.backend import exclusive, scatter_kernel
 from tinyvllm.config import EngineConfig, check
 from tinyvllm.engine import LoadedModel
 from tinyvllm.request import Sequence
-from tinyvllm.runner import Runner, upload, zeros
+from tinyvllm.runner import Runner
 from tinyvllm.scheduler import BlockManager, Scheduler
-from tinyvllm_extra.models.recurrent import state_shapes
+from tinyvllm_extra.models.recurrent import StateRows, state_shapes
 from tinyvllm_extra.sampling import speculation
 
 INTERVAL = 1024   # tokens between snapshots in a long prompt or answer
 SHARE = 1 / 8     # part of the memory for the KV cache that snapshots may use
 MAX_SNAPSHOTS = 16   # per slot
-PAIRS = 16        # rows that a copy moves together
 
 
-class StatePool:
-  """The rows of all states, see recurrent.py: a row per slot, one for padding, with `has_drafts` a backup per slot,
-  which holds the state before draft tokens, and rows for snapshots. The least recently used one is replaced."""
+class StatePool(StateRows):
+  """State rows with a backup per slot, which holds the state before draft tokens, if `has_drafts`, and the others for
+  snapshots. The least recently used snapshot is replaced."""
   def __init__(self, runner: Runner, shapes: list[tuple[int, ...]], num_rows: int, has_drafts: bool):
-    self.padding = runner.config.max_num_seqs
+    super().__init__(runner, shapes, num_rows)
     self.free_rows = [*range((self.padding + 1) * (1 + has_drafts), num_rows)]
     self.snapshots = collections.OrderedDict[bytes, int]()   # by block hash
     self.num_hits = 0
-    self.states = [Tensor.empty(num_rows, *shape, dtype=dtypes.float32).contiguous().realize()
-                   for shape in shapes if shape]
-    rest = iter(self.states)
-    for cache, shape in zip(runner.kv_caches, shapes, strict=True): cache += [next(rest)] if shape else []
-    self.rows = zeros(PAIRS), zeros(PAIRS)   # from, to
-    self.graph = runner.model.devices.jit(self.run)
-    self.graph.cnt = 1   # capture at the first call
-
-  def run(self) -> None:
-    Tensor.realize(*[x.custom_kernel(self.rows[1], x[self.rows[0]].contiguous(), fxn=scatter_kernel)[0]
-                     for x in self.states])
-
-  def copy(self, pairs: list[tuple[int, int]]) -> None:
-    """Copy rows in the order of the device's other work. pairs: from and to; no row is in two of them."""
-    for i in range(0, len(pairs), PAIRS):
-      rows = np.full((PAIRS, 2), self.padding, np.int32)
-      rows[:len(pairs[i:i + PAIRS])] = pairs[i:i + PAIRS]
-      for tensor, column in zip(self.rows, rows.T, strict=True): upload(tensor, column.copy())
-      with exclusive: self.graph()
 
   def backup(self, slot: int) -> int: return self.padding + 1 + slot
 

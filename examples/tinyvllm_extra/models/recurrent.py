@@ -1,20 +1,23 @@
 """Layers with a state of fixed size instead of K and V, and models that have both kinds. The rows of a tensor, (rows,
-...), hold a layer's states: one for each slot, one for padding, then others, see StatePool. A step reads a sequence's
+...), hold a layer's states: one for each slot, one for padding, then others, see StateRows. A step reads a sequence's
 row before the sequence's first token and writes it after the last one."""
 import dataclasses, pathlib
 
+import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.uop.ops import KernelInfo
 
-from tinyvllm.backend import TOKENS
+from tinyvllm.backend import TOKENS, exclusive, scatter_kernel
 from tinyvllm.config import JsonObject, ModelConfig, check
 from tinyvllm.llama import Llama
+from tinyvllm.runner import Runner, upload, zeros
 
 from .gpt2 import Plain
 from .layers import LlamaVariant, VariantConfig, VariantLayer
 from .table import make_row
 
 SLOT, POSITION = [[*TOKENS.formats].index(name) for name in ("slot", "position")]
+PAIRS = 16   # rows that a copy moves together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,31 @@ def state_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
   """Return the shape of each layer's state; () for a layer with K and V."""
   layers = range(config.num_hidden_layers)
   return [config.state_shape(i) if isinstance(config, HybridConfig) else () for i in layers]
+
+
+class StateRows:
+  """The rows of all states of a runner, which are in its KV caches. shapes: see state_shapes."""
+  def __init__(self, runner: Runner, shapes: list[tuple[int, ...]], num_rows: int):
+    self.padding = runner.config.max_num_seqs   # row
+    self.states = [Tensor.empty(num_rows, *shape, dtype=dtypes.float32).contiguous().realize()
+                   for shape in shapes if shape]
+    rest = iter(self.states)
+    for cache, shape in zip(runner.kv_caches, shapes, strict=True): cache += [next(rest)] if shape else []
+    self.rows = zeros(PAIRS), zeros(PAIRS)   # from, to
+    self.graph = runner.model.devices.jit(self.run)
+    self.graph.cnt = 1   # capture at the first call
+
+  def run(self) -> None:
+    Tensor.realize(*[x.custom_kernel(self.rows[1], x[self.rows[0]].contiguous(), fxn=scatter_kernel)[0]
+                     for x in self.states])
+
+  def copy(self, pairs: list[tuple[int, int]]) -> None:
+    """Copy rows in the order of the device's other work. pairs: from and to; no row is in two of them."""
+    for i in range(0, len(pairs), PAIRS):
+      rows = np.full((PAIRS, 2), self.padding, np.int32)
+      rows[:len(pairs[i:i + PAIRS])] = pairs[i:i + PAIRS]
+      for tensor, column in zip(self.rows, rows.T, strict=True): upload(tensor, column.copy())
+      with exclusive: self.graph()
 
 
 def past_kernel(past: UOp, x: UOp, state: UOp, tokens: UOp) -> UOp:
