@@ -2,10 +2,11 @@
 of values, from the engine arguments and `vllm serve` arguments of vLLM 0.6 to 0.18."""
 import dataclasses, pathlib
 
-from tinyvllm.config import InputError, JsonObject, check, read_json
+from tinyvllm.config import JsonObject, check, read_json
 
-from .options import SAMPLING_DEFAULTS, LLMConfig
-from .sampling.params import SamplingParams
+from .options import LLMConfig
+from .sampling.params import sampling_defaults
+from .text.chat_template import template_text
 
 TABLE = read_json(pathlib.Path(__file__).with_suffix(".json"))
 # vLLM's options without an effect, and the values at which that is true (None: at any)
@@ -27,20 +28,3 @@ def read_options(options: JsonObject, model: object = None) -> LLMConfig:
                         if name not in NO_EFFECT})
   return dataclasses.replace(config, chat_template=template_text(config.chat_template),
                              override_generation_config=sampling_defaults(config.override_generation_config or {}))
-
-
-def template_text(template: str | None) -> str | None:
-  """Return the text of a chat template. template: a text with braces or several lines, or else a file."""
-  if not template or "{" in template or "\n" in template: return template
-  try: return pathlib.Path(template).expanduser().read_text()
-  except OSError as error: raise InputError(f"chat_template={template!r} cannot be read: {error.strerror}") from error
-
-
-def sampling_defaults(fields: JsonObject) -> JsonObject:
-  """Return override_generation_config under the names of SamplingParams. Raises InputError for an invalid field."""
-  names = (*SAMPLING_DEFAULTS, "max_new_tokens")
-  for name in fields: check(name in names, f"override_generation_config: {name!r} must be one of {', '.join(names)}")
-  defaults = {name.replace("max_new_tokens", "max_tokens"): value for name, value in fields.items()}
-  try: SamplingParams(**defaults)
-  except InputError as error: raise InputError(f"override_generation_config: {error}") from error
-  return defaults

@@ -124,7 +124,7 @@ def test_report_describes_the_machine_and_its_compiler(machine, monkeypatch, tmp
   program = tmp_path / "my clang"
   program.write_text("#!/bin/sh\necho clang version 1; echo more")
   program.chmod(0o755)
-  monkeypatch.setattr(doctor.kernels, "find_compiler", lambda: str(program))
+  monkeypatch.setattr(doctor.programs, "find_compiler", lambda: str(program))
   result = report()[1]
   facts = result["machine"]
   assert 0 < facts.pop("free_gib") < facts.pop("total_gib")
@@ -147,19 +147,19 @@ def test_text_report_equals_recorded_text_within_120_columns(machine, monkeypatc
 
 
 def test_text_report_without_compiler_and_backend_names_a_remedy(machine, monkeypatch):
-  monkeypatch.setattr(doctor.kernels, "find_compiler", lambda: None)
+  monkeypatch.setattr(doctor.programs, "find_compiler", lambda: None)
   machine({"CPU": "closed"}, "closed")
   run = run_command("doctor")
   assert run.returncode == 1 and "fastest backend: None" in run.stdout
-  assert f"\nC compiler: none; the CPU backend needs one: {doctor.kernels.clang_command()}\n\n" in run.stdout
+  assert f"\nC compiler: none; the CPU backend needs one: {doctor.programs.clang_command()}\n\n" in run.stdout
 
 
 @pytest.mark.parametrize("system,release,command", CASES["compilers"])
 def test_clang_command_fits_the_system(monkeypatch, system, release, command):
   names = dict(zip(("system.return_value", "machine.return_value", "libc_ver.return_value"), system, strict=True))
   fake = mock.Mock(**names, **{"freedesktop_os_release.side_effect": [release or OSError("no such file")]})
-  monkeypatch.setattr(doctor.kernels, "platform", fake)
-  assert doctor.kernels.clang_command() == command
+  monkeypatch.setattr(doctor.programs, "platform", fake)
+  assert doctor.programs.clang_command() == command
 
 
 def test_order_is_tinygrads_without_dsp(): assert {*ALL_DEVICES} - {*doctor.ORDER} == {"DSP"}

@@ -54,7 +54,7 @@ def violations(kernel: Kernel) -> list[str]:
 
 def parse(kernels: list[Kernel]) -> str:
   """Parse the kernels with clang++. Return its errors, or ""."""
-  from tinyvllm_extra.kernels.cpu import find_compiler
+  from tinyvllm_extra.programs import find_compiler
   if not (compiler := find_compiler()): raise RuntimeError("no clang found: pip install '.[cpu]'")
   with tempfile.TemporaryDirectory() as folder:
     Path(folder, "metal_stdlib").write_text(SHIM)

@@ -16,6 +16,7 @@ from tinygrad.engine.realize import get_graph_runtime
 
 from tinyvllm import LLM
 from tinyvllm.backend import cpu_cores
+from tinyvllm_extra import programs
 from tinyvllm_extra.kernels import cpu, prepare_device
 from tinyvllm_extra.captures import CaptureThread
 from tinyvllm_extra.kernels.matmul import FastLinear
@@ -202,4 +203,4 @@ def test_find_compiler_prefers_cc_except_gcc_then_clang(monkeypatch, tmp_path, c
   monkeypatch.setenv("PATH", str(tmp_path / (path or "nowhere")))
   monkeypatch.setenv("CC", cc or "")
   if cc is None: monkeypatch.delenv("CC")
-  assert cpu.find_compiler() == (compiler and str(tmp_path / compiler))
+  assert programs.find_compiler() == (compiler and str(tmp_path / compiler))

@@ -11,7 +11,7 @@ from tinygrad.device import ALL_DEVICES
 
 from tinyvllm import __version__, backend, config
 from tinyvllm.config import InputError, JsonObject
-from tinyvllm_extra import kernels
+from tinyvllm_extra import kernels, programs
 from tinyvllm_extra.formats.hub import open_checkpoint
 from tinyvllm_extra.formats.fit import DTYPES, GIB, QUANTIZED, estimate_fit, open_device, prequantized
 from tinyvllm_extra.formats.gguf import GGUFCheckpoint
@@ -104,7 +104,7 @@ def make_report(seconds: float, models: dict[str, JsonObject], kv_cache_dtype: s
   machine = {"tinyvllm": __version__, "tinygrad": importlib.metadata.version("tinygrad"),
              "python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count(),
              "free_gib": host_memory().free / GIB, "total_gib": host_memory().total / GIB}
-  compiler = shutil.which(kernels.find_compiler() or "")
+  compiler = shutil.which(programs.find_compiler() or "")
   version = subprocess.getoutput(shlex.join([compiler, "--version"])).split("\n")[0] if compiler else ""
   return {"machine": machine, "compiler": {"path": compiler, "version": version}, "backends": backends,
           "chosen": default_rows[0]["backend"] if default_rows else None,
@@ -130,7 +130,7 @@ def format_report(report: JsonObject) -> list[str]:
   lines = [f"{row['backend']:7}  {'opens, but its test failed' if row['opens'] else 'does not open'}: {row['reason']}"
            if "reason" in row else lines.pop(0) for row in report["backends"]]
   best = max(rows, key=lambda row: row["gb_per_s"])["backend"] if rows else None
-  found = report["compiler"]["path"] or f"none; the CPU backend needs one: {kernels.clang_command()}"
+  found = report["compiler"]["path"] or f"none; the CPU backend needs one: {programs.clang_command()}"
   return [*table([report["machine"]]), "", f"C compiler: {found}",
           report["compiler"]["version"], "", head, *lines, "", f"default backend: {report['chosen']} ({report['why']})",
           f"fastest backend: {best} (to use it, set DEV={best})", "", *table(report["fit"]),

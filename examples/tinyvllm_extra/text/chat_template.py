@@ -1,7 +1,7 @@
 """Renders conversations with a model's chat template, in the environment that transformers gives to templates
 (transformers/utils/chat_template_utils.py). A client returns the answers of any server, and each chat template accepts
 only some forms of them."""
-import datetime, functools, json, re
+import datetime, functools, json, pathlib, re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,13 @@ CHECKS_CALL_IDS = re.compile(r"length *!= *9")   # Mistral's templates require 9
 INSTRUCTIONS = ("system", "developer")   # roles
 Messages = list[JsonObject]
 REASONING = ("reasoning_content", "thinking", "reasoning")   # names of a message's reasoning
+
+
+def template_text(template: str | None) -> str | None:
+  """Return the text of a chat template. template: a text with braces or several lines, or else a file."""
+  if not template or "{" in template or "\n" in template: return template
+  try: return pathlib.Path(template).expanduser().read_text()
+  except OSError as error: raise InputError(f"chat_template={template!r} cannot be read: {error.strerror}") from error
 
 
 @functools.lru_cache(maxsize=16)
