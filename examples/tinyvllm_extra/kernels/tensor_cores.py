@@ -22,6 +22,7 @@ BS = 16   # positions in a block
 MAX_DECODE = 64   # tokens of a step for which a work group has all query heads of a token
 STAGE = 4    # blocks that a work group copies together
 MIN_WORK_GROUPS = 128   # to keep a GPU busy
+DECODE_WARPS = 1024     # of all tokens and K/V heads, in work groups of 2 to 16 (measured on an H200)
 SHARED_BYTES = 2**15    # limit for a work group's results in shared memory, if each has a token
 NEAR = 4                # dimensions in each half of a head that a lane rotates
 
@@ -99,7 +100,7 @@ def launch_attention(operands: dict[str, UOp], options: ScoreOptions, splits: in
   (splits, T, KV, G), log2 of the sum of the weights."""
   (T, KV, G, D), (slots, max_blocks) = operands["q"].max_shape, operands["table"].max_shape
   is_prefill, is_bytes = T > MAX_DECODE, operands["keys"].dtype != dtypes.half
-  warps = min(4 if T * KV > 256 else 16, 1 << (SHARED_BYTES // (G * D * 4)).bit_length() - 1)
+  warps = min(16, max(2, DECODE_WARPS // (T * KV)), 1 << (SHARED_BYTES // (G * D * 4)).bit_length() - 1)
   tile, warps, rows = (tile_size(T), 4, tile_size(T) // 4) if is_prefill else (1, warps, G)   # rows of a warp
   columns = [*TOKENS.formats]
   definitions: dict[str, object] = {
