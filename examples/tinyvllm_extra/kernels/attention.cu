@@ -26,7 +26,7 @@ DEVICE float over_row(float x, bool is_sum) {   // over the four lanes of a row
   return is_sum ? x + other : fmaxf(x, other);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) NAME(ARGUMENTS) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME(ARGUMENTS) {
   OMITTED
   extern __shared__ __align__(128) char memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, column = lane % 4;
