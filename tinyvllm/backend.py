@@ -27,12 +27,9 @@ def renderer() -> Any:
 def cpu_cores() -> int: return 0 if renderer().has_local else min(8, renderer().global_max[0])
 
 
-FORMATS = {"i4": dtypes.int32, "u4": dtypes.uint32, "f4": dtypes.float32}   # by numpy's names
-
-
 class Table:
   """A table of named 32-bit columns, a row per token or per row of logits. The host writes it, the graph reads it.
-  formats: of each column, see FORMATS. unused: words of a row after its columns."""
+  formats: dtypes of the columns, int32, uint32 or float32. unused: words of a row after its columns."""
   def __init__(self, unused: int = 0, **formats: str):
     self.formats = formats
     self.num_words = len(formats) + unused
@@ -47,16 +44,16 @@ class Table:
 
   def read(self, words: Tensor) -> dict[str, Tensor]:
     """Return the columns by name, (size,) each. words: (at least num_words, size)."""
-    return {name: words[i].bitcast(FORMATS[form]) for i, (name, form) in enumerate(self.formats.items())}
+    return {name: words[i].bitcast(dtype) for i, (name, dtype) in enumerate(self.formats.items())}
 
 
 # id: runner.UNKNOWN means the slot's last token. slot: index into the block tables, max_num_seqs for padding. block:
 # the block of the token's position
-TOKENS = Table(id="i4", position="i4", slot="i4", block="i4")
+TOKENS = Table(id="int32", position="int32", slot="int32", block="int32")
 # token: batch index of the previous token. slot: where to store the sampled token, max_num_seqs to store none. The
 # words after both tables begin at a multiple of 64 bytes, as CPUs load that many at a time
-LOGITS = Table(3, token="i4", position="i4", slot="i4", temperature="f4", top_k="i4", top_p="f4", min_p="f4",
-               seed_low="u4", seed_high="u4")
+LOGITS = Table(3, token="int32", position="int32", slot="int32", temperature="float32", top_k="int32", top_p="float32",
+               min_p="float32", seed_low="uint32", seed_high="uint32")
 NUM_WORDS = TOKENS.num_words + LOGITS.num_words
 
 
@@ -140,9 +137,8 @@ class Sampler:
     bits = p.bitcast(dtypes.int32)
     threshold = target.const_like(0).cast(dtypes.int32)
     for bit in reversed(range(30)):                                     # higher bits are 0 up to 1.0
-      higher = threshold + (1 << bit)
-      is_reached = self.reduce(Tensor.sum, (bits >= higher).where(weights, 0.0)) >= target
-      threshold = is_reached.where(higher, threshold).contiguous()
+      is_reached = self.reduce(Tensor.sum, (bits >= threshold + (1 << bit)).where(weights, 0.0)) >= target
+      threshold = (threshold + is_reached.where(1 << bit, 0)).contiguous()
     return (bits >= threshold).where(p, 0.0)
 
   def argmax(self, x: Tensor) -> Tensor:
@@ -171,7 +167,7 @@ def scatter_kernel(out: UOp, index: UOp, values: UOp) -> UOp:
   size = values.numel() // index.numel()
   i = UOp.range(index.shape[0], 0)
   j = UOp.range(size, 1)
-  store = out.base.index(index[i].load() * size + j).store(values.base.index(i * size + j))
+  store = out.base.index(index[i].load().cast(dtypes.weakint) * size + j).store(values.base.index(i * size + j))
   return store.end(i, j).sink(arg=KernelInfo(name="scatter"))
 
 

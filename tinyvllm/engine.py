@@ -196,19 +196,15 @@ class Engine(LoadedModel):
 
   def _step_sync(self) -> None:
     """Schedule, build, run, update."""
-    batch = self._schedule()
-    if not batch: return
-    step = self._build_step(batch)
-    results = self.runner.launch(step)()
-    self._update(results)
+    step = self._next_step()
+    if step: self._update(self.runner.launch(step)())
 
   def _step_async(self) -> None:
     """Build a step while the device runs the previous one, then process that one's results."""
     if self._in_flight and any(map(self._needs_sync, self.scheduler.running)):   # for all, or they would alternate
       self._update(self._in_flight())
       self._in_flight = None
-    batch = self._schedule()
-    step = self._build_step(batch) if batch else None
+    step = self._next_step()
     launched = self.runner.launch(step) if step and self.backend.reads_early else None
     results = self._in_flight() if self._in_flight else None
     self._in_flight = launched or (self.runner.launch(step) if step else None)
@@ -219,13 +215,12 @@ class Engine(LoadedModel):
     needs_tokens = seq.processor and seq.processor.depends_on_output or self.proposer and self.proposer.needs_sync(seq)
     return bool(seq.num_in_flight and needs_tokens)
 
-  def _schedule(self) -> dict[Sequence, int]:
+  def _next_step(self) -> Step | None:
+    """Schedule and build a step. Return None if no sequence can run."""
     self._find_stops()   # in tokens that a failed step appended
     batch = self.scheduler.schedule()
     if self.proposer: self.proposer.propose(self.scheduler, batch)
-    return batch
-
-  def _build_step(self, batch: dict[Sequence, int]) -> Step:
+    if not batch: return None
     step = build_step(batch, self.runner)
     self.scheduler.start_step(batch, self.proposer.num_behind if self.proposer else 0)
     return step

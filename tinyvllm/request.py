@@ -116,8 +116,7 @@ class Sequence:
 
   def append(self, token: int) -> None:
     """Append the next token. Set finish_reason if the token, the logits processor or the length ends the sequence."""
-    is_complete = self.processor is not None and self.processor.accept(token)
-    is_end = is_complete or token in self.stop_ids
+    is_end = self.processor is not None and self.processor.accept(token) or token in self.stop_ids
     # No function calls below, so a KeyboardInterrupt cannot leave these changes half done
     if is_end or len(self.tokens) + 1 >= self.max_len: self.finish_reason = "stop" if is_end else "length"
     if token in (self.params.stop_token_ids or ()): self.stop_reason = token

@@ -19,7 +19,7 @@ class BlockManager:
 
   def reset(self) -> None:
     """Free all blocks. The prefix cache stays."""
-    self.shared: Counter[int] = Counter()          # block -> number of further block tables that hold it
+    self.shared: Counter[int] = Counter()          # block -> number of further block tables that hold it, or 0
     self.evictable = OrderedDict.fromkeys(self.cached_blocks.values())   # free but cached, least recently used first
     self.free_blocks = [block for block in range(self.num_blocks - 1, 0, -1) if block not in self.evictable]
 
@@ -42,9 +42,7 @@ class BlockManager:
   def free(self, seq: Sequence, num_kept: int = 0) -> None:
     """Free a sequence's blocks after the first `num_kept`, newest first. A sequence without blocks restarts."""
     for block in reversed(seq.block_table[num_kept:]):
-      if block in self.shared:
-        self.shared[block] -= 1
-        if not self.shared[block]: del self.shared[block]
+      if self.shared[block]: self.shared[block] -= 1
       elif self.is_cached(block): self.evictable[block] = None
       else: self.free_blocks.append(block)
     if num_kept: del seq.block_table[num_kept:]

@@ -78,7 +78,7 @@ class MeteredScheduler(PacedScheduler):
     seconds = self.counters["seconds"] or 1
     return {**self.counters, **(self.states.metrics() if self.states else {}), "blocks_used": blocks.num_used(),
             "blocks_free": blocks.num_free(), "blocks_cached": len(blocks.evictable),
-            "blocks_shared": len(blocks.shared), "num_requests_running": len(self.running),
+            "blocks_shared": len(+blocks.shared), "num_requests_running": len(self.running),
             "kv_cache_usage_perc": blocks.num_used() / (blocks.num_blocks - 1),   # a fraction, under vLLM's name
             "num_requests_waiting": len(self.waiting),
             "mean_batch_size": self.counters["scheduled"] / (self.counters["steps"] or 1),

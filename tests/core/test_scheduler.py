@@ -115,7 +115,7 @@ class FakeEngine:
 
   def write(self, computed):
     """Write the cache content of a step and return it by block and offset."""
-    entries, readable = {}, {*self.blocks.shared, *self.blocks.cached_blocks.values()}
+    entries, readable = {}, {*+self.blocks.shared, *self.blocks.cached_blocks.values()}
     for seq, positions in computed.items():
       for i in positions:
         block, offset = self.cache_position(seq, i)

@@ -10,7 +10,7 @@ FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokeni
         tokenize.ENDMARKER}
 EXTENSION = PACKAGE.parent / "examples" / "tinyvllm_extra"
 TESTS = PACKAGE.parent / "tests"
-LINES = 989       # maximum lines of the core, below the goal of 1,000; only ever lower it
+LINES = 980       # maximum lines of the core, below the goal of 1,000; only ever lower it
 WIDTH = 120       # maximum columns
 TOGETHER = 9100   # maximum lines of core and extension
 # Maximum lines of each room of the extension; C and CUDA sources count

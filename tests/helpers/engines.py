@@ -100,9 +100,9 @@ def check_pool(blocks: Any, tables: list[list[int]]) -> None:
   assert sorted([*free, *ref_counts]) == [*range(1, blocks.num_blocks)], "a block must be free once or in block tables"
   for table in tables: assert len(set(table)) == len(table), "a block appears twice in a block table"
   cached = {*blocks.cached_blocks.values()}
-  assert {*blocks.shared} <= cached, "a block in two block tables must be full and cached"
+  assert {*+blocks.shared} <= cached, "a block in two block tables must be full and cached"
   assert all(blocks.block_hashes[b] == key and b for key, b in blocks.cached_blocks.items()), "wrong hash"
-  assert dict(blocks.shared) == {b: n - 1 for b, n in ref_counts.items() if n > 1}
+  assert dict(+blocks.shared) == {b: n - 1 for b, n in ref_counts.items() if n > 1}
   assert {*blocks.evictable} == cached - {*ref_counts}, "evictable blocks must be the free cached blocks"
 
 
@@ -133,7 +133,7 @@ def check_invariants(engine: Any) -> None:
   check_scheduler(engine.scheduler, blocks)
   if not engine.has_unfinished_requests(): assert blocks.num_used() == 0, "an idle engine uses blocks"
   assert metrics["blocks_cached"] == len(blocks.evictable)
-  assert metrics["blocks_shared"] == len(blocks.shared)
+  assert metrics["blocks_shared"] == len(+blocks.shared)
 
 
 def count_bytecodes(call: Callable[[], Any]) -> int:

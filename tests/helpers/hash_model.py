@@ -79,7 +79,7 @@ class HashDevice:
     """Fill the cache, and return the state after each token, by its index."""
     states: dict[int, int] = {}
     size = self.cache.shape[1]
-    readable = {*self.engine.blocks.shared, *self.engine.blocks.cached_blocks.values()}
+    readable = {*+self.engine.blocks.shared, *self.engine.blocks.cached_blocks.values()}
     for slot, index in step.sequences.items():
       start = int(step.tokens["position"][index[0]])
       before = self.cache[step.tables[slot, :start // size + 1]].ravel()[:start]
