@@ -1,11 +1,9 @@
 """Captures steps as graphs at startup, so that no request waits for a capture, and limits steps with prompts to a
 captured size that they fill, and that sequences which decode do not wait long for."""
-import atexit, collections, dataclasses, gc, itertools, os, sys, threading, time
+import collections, dataclasses, gc, itertools, time
 from collections.abc import Collection, Iterator
 
-from tinygrad import Device
-
-from tinyvllm.backend import cpu_cores, exclusive, renderer
+from tinyvllm.backend import exclusive, renderer
 from tinyvllm.config import EngineConfig, check, logger
 from tinyvllm.engine import Engine
 from tinyvllm.request import SamplerMode, Sequence
@@ -13,13 +11,11 @@ from tinyvllm.runner import GraphKey, Runner, build_step, next_power_of_two
 from tinyvllm.scheduler import BlockManager
 
 from .cache.snapshots import SnapshotScheduler
-from .kernels.cpu import CAPTURES
-from .kernels.graphs import PROMPT, FewGraphs, sizes_of
+from .graph_policy import PROMPT, PaddedGraphs, sizes_of
 from .kernels.tinygrad_patches import num_compiled
 from .options import LLMConfig
 
 FIRST_SIZE = 32   # minimum tokens of the step that is captured first, which runs short prompts and decodes
-CAPTURING = "capturing a step: below 1 s, or about 10 s if kernels compile"   # before the first capture
 Variant = tuple[SamplerMode, object]   # a graph's sampler, and its LogitsPlan or None
 
 
@@ -46,7 +42,7 @@ def capture(engine: Engine, sizes: list[int], variants: Collection[Variant]) -> 
   sizes are captured."""
   started = time.perf_counter()
   num_kernels = num_compiled()
-  if isinstance(engine.backend.graphs, FewGraphs): engine.backend.graphs.capture_sizes = sizes
+  if isinstance(engine.backend.graphs, PaddedGraphs): engine.backend.graphs.capture_sizes = sizes
   first = min([size for size in sizes if size >= FIRST_SIZE], default=max(sizes, default=0))
   keys = [GraphKey(size, min(size, engine.runner.max_rows), *variant) for size in sizes for variant in variants]
   keys.sort(key=lambda key: (key.num_tokens != first, min(key.num_tokens, 2), [-x for x in sizes_of(key)[2:]]))
@@ -66,38 +62,6 @@ def capture(engine: Engine, sizes: list[int], variants: Collection[Variant]) -> 
     gc.unfreeze()
   logger.info(f"captured {len(steps)} steps in {time.perf_counter() - started:.1f} s, "
               f"{num_compiled() - num_kernels} new kernels")
-
-
-class CaptureThread(threading.Thread):
-  """Runs `capture`, with low priority once the captured steps can run all requests: see `ready`."""
-  def __init__(self, captures: Iterator[str]):
-    super().__init__(target=self.capture, args=(captures,), name=CAPTURES, daemon=True)
-    self.progress = next(captures, "")   # "" once requests can run
-    self.ready = threading.Event()
-    self.should_end = False
-    atexit.register(self.allow_exit)
-    self.start()
-
-  def allow_exit(self) -> None:
-    """Let the program exit: tinygrad cannot close devices during a capture. A CPU need not be closed."""
-    self.should_end = True
-    if cpu_cores(): Device._opened_devices.clear()
-    else: self.join()
-
-  def capture(self, captures: Iterator[str]) -> None:
-    try:
-      for self.progress in captures:
-        if self.should_end: break
-        if not self.progress and not self.ready.is_set():
-          self.ready.set()
-          if sys.platform == "linux": os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        time.sleep(1e-3)   # another thread may be waiting to capture
-    except Exception:
-      if threading.main_thread().is_alive():   # else the exit has ended the threads that compile
-        logger.exception("a capture failed; its steps will be captured when they run")
-    self.progress = ""
-    self.ready.set()
-    atexit.unregister(self.allow_exit)
 
 
 class PacedScheduler(SnapshotScheduler):

@@ -34,7 +34,8 @@ from tinyvllm import LLM, SamplingParams
 from tinyvllm.llama import Llama
 from tinyvllm_extra.formats.weights import SafetensorsCheckpoint
 from tinyvllm_extra.text.huggingface import ChatTokenizer
-from tinyvllm_extra.kernels import graphs, make_backend, prepare_device
+from tinyvllm_extra import graph_policy
+from tinyvllm_extra.kernels import make_backend, prepare_device
 from tinyvllm_extra.kernels.many_rows import new_flags
 from tinyvllm_extra.kernels.matmul import FastLinear, scales_shape
 from tinyvllm_extra.models.quantized import E4M3, NUMBER_FORMATS
@@ -105,7 +106,7 @@ def open_llm(args: argparse.Namespace, padded: bool = False, **options) -> LLM:
   """Return an engine of the model in `args`. The prefix cache is off by default, because runs repeat their prompts.
   padded: pad a new graph shape to a captured one, as a server does. Otherwise capture each shape at its first use, so
   that a warm-up captures all of them."""
-  if not padded: graphs.CAPTURE_THRESHOLD = 0
+  if not padded: graph_policy.CAPTURE_THRESHOLD = 0
   if running := options.get("max_num_seqs"):
     options = {"max_num_batched_tokens": max(args.max_num_batched_tokens, running), **options}
   options = {"enable_prefix_caching": False, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype,

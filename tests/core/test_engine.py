@@ -12,7 +12,7 @@ from helpers.reference import reference_greedy
 from tinyvllm import LLM, LLMEngine, RequestOutput, SamplingParams, generate, generate_stream
 from tinyvllm.request import SamplerMode
 from tinyvllm.scheduler import BlockManager
-from tinyvllm_extra.kernels import graphs
+from tinyvllm_extra import graph_policy
 
 run = functools.partial(run_to_end, limit=2000)
 
@@ -60,7 +60,7 @@ def test_generate_takes_text_dict_or_ids(llm):
 
 
 def test_number_of_graphs_is_constant_after_warmup(llm, monkeypatch):
-  monkeypatch.setattr(graphs, "CAPTURE_THRESHOLD", 0)   # capture each shape at its first request
+  monkeypatch.setattr(graph_policy, "CAPTURE_THRESHOLD", 0)   # capture each shape at its first request
   jobs = [tokens(prompt(1 + i, i)) for i in range(24)]
   llm.generate(jobs, greedy(9))
   for n in (1, 2, 4, 8, 16): llm.generate(tokens(prompt(n)), greedy(1))

@@ -16,7 +16,7 @@ from tinyvllm.config import ModelConfig
 from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, allocate_kv_caches
 from tinyvllm_extra import captures
-from tinyvllm_extra.kernels.graphs import CAPTURE_THRESHOLD
+from tinyvllm_extra.graph_policy import CAPTURE_THRESHOLD
 from tinyvllm_extra.kernels import FastBackend
 from tinyvllm_extra.options import LLMConfig
 

@@ -3,12 +3,11 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import cuda_on_cpu
-from tinygrad import Device, UOp, dtypes
+from tinygrad import Device, dtypes
 
 from tinyvllm.backend import cpu_cores
 from tinyvllm_extra.kernels import cuda_source, generic, tensor_cores
 from tinyvllm_extra.kernels.matmul import MMA
-from tinyvllm_extra.kernels.schedule import kernel_of
 from tinyvllm_extra.models import kv_cache
 
 TOLERANCE = {"auto": 2e-3, "int8": 4e-3, "fp8": 4e-3}
@@ -20,9 +19,6 @@ class SingleLane(tensor_cores.LaneWriter):
   lane, highest = generic.HeadWriter.lane, generic.HeadWriter.highest
 
 
-def rope_kernel(*inputs: UOp) -> UOp: return kernel_of("rope_and_write", UOp.group(*SingleLane(*inputs).stores()))
-
-
 def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
   """Run CUDA sources on the CPU unless the device is CUDA."""
   if Device.DEFAULT == "CUDA": return
@@ -32,4 +28,4 @@ def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
   core = SimpleNamespace(dims=MMA, dtype_in=dtypes.half)
   nvidia = SimpleNamespace(tensor_cores=[core], supported_dtypes=lambda: {dtypes.half})
   for module in (tensor_cores, kv_cache): monkeypatch.setattr(module, "renderer", lambda: nvidia)
-  if cpu_cores(): monkeypatch.setattr(tensor_cores, "rope_kernel", rope_kernel)   # it has no work groups
+  if cpu_cores(): monkeypatch.setattr(tensor_cores, "LaneWriter", SingleLane)   # it has no work groups

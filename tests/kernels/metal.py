@@ -99,8 +99,8 @@ def render_kernels() -> list[Kernel]:
   import tinyvllm
   from helpers.engines import greedy, tokens
   from tinyvllm import LLM
-  from tinyvllm_extra.kernels import graphs
-  graphs.CAPTURE_THRESHOLD = 0   # capture each graph instead of running a larger one
+  from tinyvllm_extra import graph_policy
+  graph_policy.CAPTURE_THRESHOLD = 0   # capture each graph instead of running a larger one
   bundled = Path(tinyvllm.__file__).parent / "default_model"
   seeded = {"temperature": 0.8, "seed": 1}
   filtered = {**seeded, "top_k": 5, "top_p": 0.9, "min_p": 0.01}

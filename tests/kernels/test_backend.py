@@ -24,7 +24,8 @@ from tinygrad.helpers import ansistrip
 from tinygrad.uop.ops import Ops
 
 from tinyvllm import LLM
-from tinyvllm_extra.kernels import graphs, make_backend
+from tinyvllm_extra import graph_policy
+from tinyvllm_extra.kernels import make_backend
 
 BS, BUDGET, BLOCKS = 4, 8, 16   # block size, token budget of a step, blocks in the pool
 ENGINE = {"max_model_len": BS * BLOCKS, "block_size": BS, "max_num_seqs": BUDGET, "max_num_batched_tokens": BUDGET}
@@ -305,12 +306,12 @@ def test_quantized_kv_cache_equals_reference_with_rounded_k_and_v(folder, kind):
 
 def test_kernels_of_each_graph_kind_stay_within_device_limits(llm_float32, folder, monkeypatch):
   """Runs each kind itself, so that the test passes alone: greedy, sampled, logit_bias, masked, log probabilities."""
-  monkeypatch.setattr(graphs, "CAPTURE_THRESHOLD", 0)   # capture each graph instead of running a larger one
+  monkeypatch.setattr(graph_policy, "CAPTURE_THRESHOLD", 0)   # capture each graph instead of running a larger one
   for length in (1, 2, 4, 8): llm_float32.generate(tokens([270 + length] * length), greedy(1))
   for options in (*FIELDS.values(), {"logprobs": 3}): llm_float32.generate(tokens([260]), greedy(1, **options))
   llm_float32.generate(tokens([*range(260, 268)]), greedy(1, logprobs=20, prompt_logprobs=20))
   check_all_fields(llm_float32, folder)
-  sizes = map(graphs.sizes_of, llm_float32.runner.graphs)
+  sizes = map(graph_policy.sizes_of, llm_float32.runner.graphs)
   kinds = {(mode, *map(bool, features)) for _, _, mode, *features, _ in sizes}
   assert {(0, False, False, False), (1, False, False, False), (2, False, False, False), (0, True, False, False),
           (0, False, True, False), (0, False, False, True), (2, True, True, True)} <= kinds

@@ -146,7 +146,7 @@ from tinygrad import Context
 from tinygrad.engine import realize
 from tinyvllm import LLM
 from tinyvllm_extra.kernels import kernel_cache, layer_calls
-from tinyvllm_extra import captures
+from tinyvllm_extra.serving import capture_thread
 llm = LLM()
 realize.lower_and_compile.path = pathlib.Path(sys.argv[1])
 started = threading.Event()
@@ -161,7 +161,7 @@ if sys.argv[2] == "do_to_program":
   kernel_cache.do_to_program = Context(ALLOW_DEVICE_USAGE=0)(slow(lower))
 else: layer_calls.call_layer.fxn = slow(layer_calls.call_layer.fxn)
 kernel_cache.KernelFolder.lower_in_parallel = lambda *kernels: None
-captures.CaptureThread(llm.capture())
+capture_thread.CaptureThread(llm.capture())
 started.wait()
 """, tmp_path, function)
   assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr

@@ -43,7 +43,7 @@ typedef unsigned long long u64;
 #endif
 void run_step(u64 (*calls)[{1 + MAX_ARGUMENTS}], u64 (*done)[8], u64 count, u64 cores,
               int (*usleep)(unsigned), u64 core) {{
-  for (u64 n = 1; n <= count; n++, calls += cores) {{
+  for (u64 n = 1; n <= count && __atomic_load_n(done[0], __ATOMIC_ACQUIRE) <= count; n++, calls += cores) {{
     u64 *call = calls[core];
     if (*call) ((void (*)({", ".join(["u64"] * MAX_ARGUMENTS)}))*call)({CALL_ARGUMENTS});
     __atomic_store_n(done[core], n, __ATOMIC_RELEASE);
@@ -53,7 +53,6 @@ void run_step(u64 (*calls)[{1 + MAX_ARGUMENTS}], u64 (*done)[8], u64 count, u64 
         if (spins++ < 10000) __builtin_ia32_pause();
         else usleep(20);
       }}
-    if (__atomic_load_n(done[0], __ATOMIC_ACQUIRE) > count) return;
   }}
 }}"""
 

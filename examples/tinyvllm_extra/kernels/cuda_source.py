@@ -11,6 +11,7 @@ from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 from tinyvllm.backend import renderer
 
 from .cpu import EXP2
+from .schedule import call
 
 TYPES = {dtypes.half: "f16", dtypes.bfloat16: "bf16"}   # PTX's names
 ARGUMENTS = {   # types of operands by name; HAS_... tells a source whether a kernel has the operand
@@ -42,9 +43,7 @@ def read(file: str) -> str: return pathlib.Path(__file__).with_name(file).read_t
 
 def run(make: Callable[[dict[str, UOp]], Launch], **tensors: Tensor | None) -> list[Tensor]:
   """Return the tensors after a kernel. make: called with the operands of one device. tensors: by names of ARGUMENTS."""
-  operands = {name: x for name, x in tensors.items() if x is not None}
-  def program(*uops: UOp) -> UOp: return program_of(make, dict(zip(operands, uops, strict=True)))
-  return Tensor.custom_kernel(*operands.values(), fxn=program)
+  return call(functools.partial(program_of, make), **tensors)
 
 
 def program_of(make: Callable[[dict[str, UOp]], Launch], operands: dict[str, UOp]) -> UOp:

@@ -20,9 +20,8 @@ VRAM = ("1", "2")   # KFD's heap types of a card's memory: accessible to the hos
 def device_memory(name: str) -> MemoryReport:
   """Return the memory that the driver of a device reports. The host's memory for a CPU and other devices."""
   kind = name.partition(":")[0]
-  read = READERS.get(kind)
   with contextlib.suppress(OSError):   # a file of the driver is missing
-    if read: return read(Device[name])
+    if kind in READERS: return READERS[kind](Device[name])
   return host_memory()._replace(is_known=kind == "CPU")
 
 
@@ -86,8 +85,7 @@ def webgpu_memory(device: Any) -> MemoryReport:
   heaps = webgpu.WGPUAdapterPropertiesMemoryHeaps(kind)
   info = webgpu.WGPUAdapterInfo(ctypes.cast(ctypes.pointer(heaps), ctypes.POINTER(webgpu.WGPUChainedStructOut)))
   webgpu.wgpuAdapterGetInfo(adapter, info)
-  all_heaps = [heaps.heapInfo[i] for i in range(heaps.heapCount)]
-  total = sum(heap.size for heap in all_heaps if heap.properties & webgpu.WGPUHeapProperty_DeviceLocal)
+  total = sum(x.size for x in heaps.heapInfo[:heaps.heapCount] if x.properties & webgpu.WGPUHeapProperty_DeviceLocal)
   is_discrete = info.adapterType == webgpu.WGPUAdapterType_DiscreteGPU
   return MemoryReport(total if is_discrete else min(total, host_memory().free), total, largest)
 

@@ -5,8 +5,9 @@ because these carry the order.
 qkv: (T, (H + 2 KV) * D), a flat batch. tokens: (columns of TOKENS, T) int32. rope: (length, 2, D / 2), cosines and
 sines. block_tables: (slots, max_blocks) int32. G = H / KV query heads share a K/V head. Cache: see
 models/kv_cache.py."""
-import dataclasses, functools, math
-from collections.abc import Callable, Iterator, Sequence
+import functools, math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
@@ -16,16 +17,16 @@ from tinyvllm.backend import cpu_cores, renderer
 from tinyvllm_extra.models.kv_cache import SMALLEST, dimensions_in, pack, unpack
 
 from .schedule import (LOWEST, ScoreOptions, axes, axis, divisor, end, field, fold, kernel_of,
-                       lane_axis, largest, location, mean, rotate, separate, shared_by, unrolled)
+                       lane_axis, largest, mean, shared_by, unrolled)
 
 
 def rotate_and_write(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, num_heads: int,
-                     kernel: Callable[..., UOp]) -> tuple[Tensor, list[Tensor]]:
-  """Run a rope_kernel. Return q, (T, KV, G, D), and the cache after the write."""
+                     writer: "type[HeadWriter]") -> tuple[Tensor, list[Tensor]]:
+  """Run a HeadWriter. Return q, (T, KV, G, D), and the cache after the write."""
   KV = cache[0].shape[1]
   D = qkv.shape[1] // (num_heads + 2 * KV)
   q = Tensor.empty(qkv.shape[0], KV, num_heads // KV, D, dtype=qkv.dtype, device=qkv.device)
-  q, *cache = q.custom_kernel(*cache, qkv, rope, tokens, fxn=kernel)[:-3]
+  q, *cache = q.custom_kernel(*cache, qkv, rope, tokens, fxn=functools.partial(rope_kernel, writer=writer))[:-3]
   return q, cache
 
 
@@ -36,18 +37,17 @@ def read(q: Tensor, cache: list[Tensor], tokens: Tensor, block_tables: Tensor, o
   return q.empty_like().custom_kernel(q, *cache, block_tables, tokens, *sinks, fxn=kernel)[0]
 
 
-def sizes(x: UOp) -> list[int]: return [int(n) for n in x.shape]
-
-
 class HeadWriter:
   """Rotates q and k of a token and a K/V head, and writes k and v to the token's block. RoPE rotates the first half of
   a head with the second. inputs: q, (T, KV, G, D), as output; keys, values, scales (int8 only), qkv, rope, tokens."""
   def __init__(self, *inputs: UOp):
     self.q, self.keys, self.values, *self.scales, self.qkv, self.rope, tokens = inputs
-    self.T, self.KV, self.G, self.D = sizes(self.q)
+    self.T, self.KV, self.G, self.D = self.q.max_shape
     self.in_element = dimensions_in(self.keys.dtype)
     self.t, self.h, self.dimensions = self.lane()
-    self.block, self.position, self.offset = location(tokens, self.t, self.keys.shape[0], self.keys.shape[3])
+    self.block = field(tokens, "block", self.t) % self.keys.shape[0]
+    self.position = field(tokens, "position", self.t)
+    self.offset = self.position % self.keys.shape[3]
 
   def lane(self) -> tuple[UOp, UOp, list[UOp]]:
     """Return the lane's token, K/V head, and dimensions in the first half of a head."""
@@ -64,22 +64,20 @@ class HeadWriter:
     """Return the largest absolute value in the head."""
     return fold(largest(self.pair(kv, unrolled(self.D // 2, 8, 3 + 2 * kv))), Ops.MAX)
 
-  def plain(self, head: UOp, i: UOp) -> Sequence[UOp]:
-    return [self.qkv[self.t, head * self.D + d].float() for d in (i, i + self.D // 2)]
-
-  def rotated(self, head: UOp, i: UOp) -> Sequence[UOp]:
-    position = self.position % self.rope.shape[0]
-    return rotate(*self.plain(head, i), *[self.rope[position, z, i] for z in range(2)])
+  def numbers(self, head: UOp, i: UOp, is_rotated: bool = True) -> Sequence[UOp]:
+    """Return the i-th numbers of both halves of a head, with RoPE (Su et al. 2021, arXiv:2104.09864)."""
+    a, b = [self.qkv[self.t, head * self.D + d].float() for d in (i, i + self.D // 2)]
+    cos, sin = [self.rope[self.position % self.rope.shape[0], z, i] for z in range(2)]
+    return [a * cos - b * sin, b * cos + a * sin] if is_rotated else [a, b]
 
   def pair(self, kv: int, i: UOp) -> Sequence[UOp]:
     """Return the i-th numbers of both halves of K (kv 0) or V (1)."""
-    head = self.KV * (self.G + kv) + self.h
-    return self.plain(head, i) if kv else self.rotated(head, i)
+    return self.numbers(self.KV * (self.G + kv) + self.h, i, not kv)
 
   def stores(self) -> Iterator[UOp]:
     h, half_size, n = self.h, self.D // 2, self.in_element
     for g in range(self.G):
-      pairs = [self.rotated(h * self.G + g, d) for d in self.dimensions]
+      pairs = [self.numbers(h * self.G + g, d) for d in self.dimensions]
       for z, half in enumerate(zip(*pairs, strict=True)):
         for d, number in zip(self.dimensions, half, strict=True):
           yield self.q[self.t, h, g, z * half_size + d].store(number.cast(self.q.dtype))
@@ -95,9 +93,8 @@ class HeadWriter:
           yield self.cell(kv, (z * half_size + self.dimensions[j]) // n).store(element)
 
 
-def rope_kernel(*inputs: UOp) -> UOp:
-  """Run a HeadWriter."""
-  return kernel_of("rope_and_write", UOp.group(*HeadWriter(*inputs).stores()))
+def rope_kernel(*inputs: UOp, writer: type[HeadWriter] = HeadWriter) -> UOp:
+  return kernel_of("rope_and_write", UOp.group(*writer(*inputs).stores()))
 
 
 def tiling(T: int, G: int, D: int, block_size: int) -> tuple[int, int, int]:
@@ -112,8 +109,7 @@ def tiling(T: int, G: int, D: int, block_size: int) -> tuple[int, int, int]:
   return width, 64 // width, 1 if T > 64 else max(1, min(lanes // D, limit // (G * D)))
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupState:
+class GroupState(NamedTuple):
   """A work group's accumulators of online softmax, in float32 (Dao et al. 2022, arXiv:2205.14135). total, scores,
   weights: (splits, G, D). highest, weight: (G,)."""
   total: UOp     # weighted sum of V
@@ -124,7 +120,7 @@ class GroupState:
   iteration: UOp # (1,) int32
 
   def after(self, *stores: UOp) -> "GroupState":
-    return dataclasses.replace(self, **{name: x.after(*stores) for name, x in vars(self).items()})
+    return GroupState(*[x.after(*stores) for x in self])
 
 
 class WorkGroup:
@@ -132,7 +128,7 @@ class WorkGroup:
   else empty. table: block_tables."""
   def __init__(self, q: UOp, scales: list[UOp], table: UOp, tokens: UOp, block_size: int, options: ScoreOptions):
     self.q, self.scales, self.table, self.block_size, self.options = q, scales, table, block_size, options
-    T, KV, G, D = sizes(q)
+    T, KV, G, D = q.max_shape
     width, self.unroll, self.splits = tiling(T, G, D, block_size)
     self.t, self.h = axes(0, T, KV)
     self.g = UOp.range(G, 2, AxisType.UPCAST)                       # one of the K/V head's G query heads
@@ -158,9 +154,10 @@ class WorkGroup:
 
 def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp, options: ScoreOptions) -> UOp:
   """Compute causal attention of each token over its own sequence, up to the sequence's length. out: (T, KV, G, D).
-  rest: see separate."""
-  scales, table, tokens, sinks = separate(rest)
-  group = WorkGroup(q, scales, table, tokens, sizes(keys)[3], options)
+  rest: scales (int8 only), block_tables, tokens, sinks (optional)."""
+  sinks = [x for x in rest if len(x.shape) == 1]
+  *scales, table, tokens = rest[:len(rest) - len(sinks)]
+  group = WorkGroup(q, scales, table, tokens, keys.max_shape[3], options)
   mean_value = result(group, accumulate(group, keys, values), sinks).cast(out.dtype)
   threads = divisor(q.shape[0], cpu_cores()) if q.numel() > 2**12 else 1
   return kernel_of("attend", out[group.t, group.h, *group.own[1:]].store(mean_value), shared_by(threads))
@@ -168,7 +165,7 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp, options:
 
 def accumulate(group: WorkGroup, keys: UOp, values: UOp) -> GroupState:
   """Attend to the context, D positions per iteration."""
-  _, _, G, D = sizes(group.q)
+  _, _, G, D = group.q.max_shape
   size = (group.splits, G, D)
   scores, weights, total = [UOp.placeholder(size, dtypes.float32, 100 + i, lane_axis()[1]) for i in range(3)]
   highest, weight = [UOp.placeholder((G,), dtypes.float32, 103 + i, AddrSpace.REG) for i in range(2)]
@@ -186,7 +183,7 @@ def accumulate(group: WorkGroup, keys: UOp, values: UOp) -> GroupState:
 
 def add_scores(group: WorkGroup, state: GroupState, keys: UOp, iteration: UOp) -> GroupState:
   """Score D positions."""
-  D = sizes(group.q)[3]
+  D = group.q.max_shape[3]
   BS = group.block_size
   n = dimensions_in(keys.dtype)
   at = group.start + (iteration * group.splits + group.split) * D + group.first
@@ -198,12 +195,12 @@ def add_scores(group: WorkGroup, state: GroupState, keys: UOp, iteration: UOp) -
   score = fold(group.q[group.t, group.h, group.g, d].float() * k) * group.options.factor(D)
   for scale in group.scales: score *= group.load(scale, at, at % BS + group.near, exists)
   score = group.options.masked(score, group.position, at + group.near)
-  return dataclasses.replace(state, scores=state.scores.after(end(state.scores[group.own].store(score))))
+  return state._replace(scores=state.scores.after(end(state.scores[group.own].store(score))))
 
 
 def add_values(group: WorkGroup, state: GroupState, values: UOp, iteration: UOp) -> list[UOp]:
   """Return the stores of online softmax: rescale the accumulators, and add the weighted V of the scored positions."""
-  D = sizes(group.q)[3]
+  D = group.q.max_shape[3]
   n = dimensions_in(values.dtype)
   split, g, d = group.own
   def previous(x, initial): return (iteration < 1).where(initial, x)

@@ -22,7 +22,7 @@ from . import cuda_source, many_rows
 from .buffers import new
 from .cpu import cpu_sums
 from .cuda_source import Launch
-from .schedule import (Operands, Routes, add_up, axes, axis, divisor, end, fold, kernel_of, lane_axis, shared_by,
+from .schedule import (Operands, Routes, add_up, axes, axis, call, divisor, end, fold, kernel_of, lane_axis, shared_by,
                        unrolled)
 from .shards import local_ids, partial_sums
 
@@ -114,11 +114,9 @@ class FastLinear(backend.Linear):
     kernel: Callable[[Operands], UOp] = linear_kernel if self.weight.ndim == 3 else tensor_core_linear_kernel
     if row_groups is None and (tiles := many_rows.choose_tiles(self, x)):
       return many_rows.multiply(self, out, x, tiles, activation)
-    inputs = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    def run(out: UOp, *uops: UOp) -> UOp:
-      named = dict(zip(inputs, uops, strict=True))
-      return kernel(Operands(out, **named, number_format=self.number_format, activation=activation))
-    return out.custom_kernel(*inputs.values(), fxn=run)[0]
+    def run(operands: dict[str, UOp]) -> UOp:
+      return kernel(Operands(**operands, number_format=self.number_format, activation=activation))
+    return call(run, out=out, **tensors)[0]
 
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
     out = new(ids, ids.shape[0], self.weight.numel() // self.out_features, dtype=dtype)
@@ -240,8 +238,7 @@ class Lane:
     inputs = [x[self.routes.source(first + self.row), first_input + i * 4 + self.h * 2 + self.p] for i in range(2)]
     def times(w: list[UOp]) -> UOp:
       zero = UOp.const((0.0,) * 4, dtypes.float32)
-      low, high = [UOp.wmma(w[i], inputs[i], zero, MMA, "CUDA", 32, ELEMENTS) for i in range(2)]
-      return low + high
+      return add_up([UOp.wmma(*pair, zero, MMA, "CUDA", 32, ELEMENTS) for pair in zip(w, inputs, strict=True)])
     k = k.minimum(self.K32 - 1)
     if self.operands.scale is None:
       return times([weight[n16, k, i, self.h, self.row, self.column, self.r, self.p] for i in range(2)])
@@ -254,8 +251,7 @@ class Lane:
     index = n16, (k * 32 + self.column * 8) // group_size, self.row, self.r
     scale, offset = scale[index], 0 if self.operands.offset is None else self.operands.offset[index]
     # Scale the sums if there are few rows, else the weights
-    is_half = self.operands.x.dtype == dtypes.half
-    scales_sums = self.routes.num_rows <= 8 and group_size % 32 == 0 and is_half
+    scales_sums = self.routes.num_rows <= 8 and group_size % 32 == 0 and self.operands.x.dtype == dtypes.half
     pair, in_word = self.h * 2 + self.r, 16 // number_format.bits
     words = [weight[n16, k, self.row, self.column, (i * 4 + pair) // in_word] for i in range(2)]
     q = [half_of(number_format.pair(word, pair, not scales_sums), self.p) for word in words]
@@ -296,17 +292,10 @@ def prefetch(operands: Operands, n: UOp, k: UOp, count: int) -> UOp:
   """Prefetch the weights of `count` inputs, PREFETCH bytes after input k's, and return 0."""
   weight, in_element = operands.weight, operands.number_format.in_element
   _, elements, lanes = weight.max_shape
-  size = count * lanes * weight.dtype.itemsize // in_element
-  offsets = range(PREFETCH, PREFETCH + size, 64)
+  offsets = range(PREFETCH, PREFETCH + count * lanes * weight.dtype.itemsize // in_element, 64)
   lines = [f"__builtin_prefetch({{0}} + {offset // weight.dtype.itemsize}), " for offset in offsets]
   index = (n * elements + k // in_element) * lanes
   return UOp(Ops.CUSTOMI, dtypes.int32, (weight.base.index(index),), f"({''.join(lines)}0)")
-
-
-def choose_sums(num_rows: int, group_size: int) -> tuple[int, int]:
-  """Return how many rows of x, and splits of each sum, a CPU's registers hold together."""
-  rows = gcd(num_rows, cpu_sums())
-  return rows, gcd(group_size, cpu_sums() // rows) if rows < 4 else 1   # 4 rows with 2 splits take 1.5 times as long
 
 
 def linear_kernel(operands: Operands) -> UOp:
@@ -317,7 +306,8 @@ def linear_kernel(operands: Operands) -> UOp:
   group_size = K if operands.scale is None else K // operands.scale.max_shape[1]
   is_simd = cpu_cores() and lanes == 16
   lane_type = AxisType.UPCAST if is_simd else AxisType.WEAK
-  rows, splits = choose_sums(T, group_size) if is_simd else (1, 1)
+  rows = gcd(T, cpu_sums()) if is_simd else 1
+  splits = gcd(group_size, cpu_sums() // rows) if is_simd and rows < 4 else 1   # else 4 rows take 1.5 times as long
   n = routes.first_tile + axis(routes.num_tiles, 0, AxisType.WEAK)
   t = axis(T // rows, 2, AxisType.WEAK) * rows + axis(rows, 4, lane_type)
   group = axis(K // group_size, 3)

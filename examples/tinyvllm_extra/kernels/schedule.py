@@ -1,10 +1,10 @@
 """Building blocks of kernels: loops and reductions with a fixed schedule, token fields, RoPE, and the accumulators of
 online softmax."""
 import dataclasses, functools, math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tinygrad import UOp, dtypes
+from tinygrad import Tensor, UOp, dtypes
 from tinygrad.codegen.opt import Opt, OptOps
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, sint
@@ -67,17 +67,6 @@ def field(tokens: UOp, name: str, t: UOp) -> UOp:
   return tokens[[*TOKENS.formats].index(name), t].load().cast(dtypes.weakint)
 
 
-def location(tokens: UOp, t: UOp, num_blocks: sint, block_size: sint) -> tuple[UOp, UOp, UOp]:
-  """Return a token's physical block, its position, and the offset of the position in the block."""
-  position = field(tokens, "position", t)
-  return field(tokens, "block", t) % num_blocks, position, position % block_size
-
-
-def rotate(a: UOp, b: UOp, cos: UOp, sin: UOp) -> tuple[UOp, UOp]:
-  """Apply RoPE to a pair of dimensions (Su et al. 2021, arXiv:2104.09864)."""
-  return a * cos - b * sin, b * cos + a * sin
-
-
 def add_up(terms: Sequence[UOp]) -> UOp: return functools.reduce(UOp.add, terms)
 def largest(numbers: Sequence[UOp]) -> UOp: return functools.reduce(UOp.maximum, [x.maximum(-x) for x in numbers])
 
@@ -92,11 +81,11 @@ def mean(values: Sequence[UOp], logs: Sequence[UOp], sinks: Sequence[UOp] = (), 
   return add_up(terms) / add_up(weights)
 
 
-def separate(inputs: Sequence[UOp]) -> tuple[list[UOp], UOp, UOp, list[UOp]]:
-  """Separate an attention kernel's inputs after K and V: scales (int8 only), block_tables, tokens, sinks (optional)."""
-  sinks = [x for x in inputs if len(x.shape) == 1]
-  *scales, table, tokens = inputs[:len(inputs) - len(sinks)]
-  return scales, table, tokens, sinks
+def call(kernel: Callable[[dict[str, UOp]], UOp], **tensors: Tensor | None) -> list[Tensor]:
+  """Return the tensors after a kernel. It gets one device's operands by name, without None."""
+  operands = {name: x for name, x in tensors.items() if x is not None}
+  def run(*uops: UOp) -> UOp: return kernel(dict(zip(operands, uops, strict=True)))
+  return Tensor.custom_kernel(*operands.values(), fxn=run)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,17 +1,20 @@
-"""A cache of captured steps on disk: a later process neither traces nor schedules them."""
-import contextlib, functools, hashlib, io, pathlib, pickle, types, zlib
+"""Captured steps, and a cache of them on disk: a later process neither traces nor schedules them."""
+import contextlib, functools, hashlib, io, logging, pathlib, pickle, time, types, zlib
 from typing import Any
 
-from tinygrad import Tensor, UOp, helpers
+from tinygrad import Device, Tensor, UOp, helpers
 from tinygrad.engine import realize
 from tinygrad.engine.jit import CapturedJit, _TinyJit
 from tinygrad.uop.ops import Ops
 
 import tinyvllm
 from tinyvllm.backend import Backend, renderer
+from tinyvllm.config import logger
 from tinyvllm.runner import GraphKey, Runner
+from tinyvllm_extra.graph_policy import PaddedGraphs
 
 from .kernel_cache import KernelFolder, write
+from .tinygrad_patches import num_compiled
 
 # Packages whose code and objects may determine a step; a step with others is not stored, since they may change
 PACKAGES = {"tinyvllm", "tinyvllm_extra", "tinygrad", "builtins", "collections", "enum", "functools", "pathlib"}
@@ -96,3 +99,22 @@ def restore(runner: Runner, graph: object, key: GraphKey) -> StoredStep | None:
     if not graph.captured: return stored
     graph.cnt += 1
   return None
+
+
+class FewGraphs(PaddedGraphs):
+  """PaddedGraphs whose captured steps are cached on disk."""
+  def run(self, runner: Runner, graph: Any, key: GraphKey) -> Any:
+    """Run a step. Restore or capture it first, and log that (with level DEBUG during startup)."""
+    is_new = graph.cnt == 1
+    start_time = time.perf_counter()
+    num_kernels = num_compiled()
+    stored = restore(runner, graph, key) if is_new else None
+    results = graph()
+    if stored: stored.save(graph.captured)
+    if is_new and graph.cnt > 1:   # not captured if eager
+      self.captured.add((runner, key))
+      Device.default.synchronize()
+      level = logging.DEBUG if self.capture_sizes else logging.INFO
+      logger.log(level, f"captured a step of {key.num_tokens} tokens in {time.perf_counter() - start_time:.1f} s, "
+                 f"{num_compiled() - num_kernels} new kernels")
+    return results

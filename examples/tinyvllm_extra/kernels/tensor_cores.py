@@ -53,8 +53,8 @@ def attend(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block
            scale: float = 0, window: int = 0, cap: float = 0, sinks: Tensor | None = None) -> Tensor:
   """Like Backend.attend, for both layouts. tokens: for tensor cores, see `add_query_tiles`."""
   options = ScoreOptions(scale, window, cap)
-  kernel = rope_kernel if is_own_layout(cache) else generic.rope_kernel
-  q, cache = generic.rotate_and_write(qkv, cache, rope, tokens, num_heads, kernel)
+  writer = LaneWriter if is_own_layout(cache) else generic.HeadWriter
+  q, cache = generic.rotate_and_write(qkv, cache, rope, tokens, num_heads, writer)
   attend_to = read if is_own_layout(cache) else generic.read
   return attend_to(q, cache, tokens, block_tables, options, [] if sinks is None else [sinks]).flatten(1)
 
@@ -148,8 +148,3 @@ class LaneWriter(generic.HeadWriter):
     shared = UOp.placeholder((self.num_tokens, lanes), dtypes.float32, 100 + kv, AddrSpace.LOCAL)
     shared = shared.after(shared[self.token, self.i].store(largest([x for half in halves for x in half])))
     return functools.reduce(UOp.maximum, [shared[self.token, j] for j in range(lanes)])
-
-
-def rope_kernel(*inputs: UOp) -> UOp:
-  """Run a LaneWriter."""
-  return kernel_of("rope_and_write", UOp.group(*LaneWriter(*inputs).stores()), ())

@@ -19,7 +19,6 @@ from .cpu import AVX512, EXP2, CPUGraph, allocate, run_captured
 from .kernel_cache import KernelFolder
 
 VERSION = "0.14.0"   # the patches were checked with it; for the next version, see examples/docs/tinygrad.md
-WIDE = "-mprefer-vector-width=512"
 
 
 def apply(compiler: str) -> None:
@@ -68,11 +67,11 @@ def compute_exp2_without_branches() -> None:
   replace(ClangRenderer, "_render_defines", with_exp2)
 
 
+@functools.cache
 def use_widest_vectors() -> None:
   """Make clang use the widest vectors. It prefers 256 bits on AVX-512, and tinygrad's float4 loads limit it to 128.
   Checked with 0.14.0. Remove when kernels.py (tests/benchmarks) shows the same speed without this."""
-  compiler = renderer().compiler
-  if AVX512 and WIDE not in compiler.args: compiler.args.append(WIDE)
+  if AVX512: renderer().compiler.args.append("-mprefer-vector-width=512")
   os.environ["DMC"] = "1"   # turns float4 off
   helpers.getenv.cache_clear()   # type: ignore[attr-defined]
 

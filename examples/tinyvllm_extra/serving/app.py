@@ -12,13 +12,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinyvllm import __version__
 from tinyvllm.config import InputError, JsonObject, check, has_type, logger
-from tinyvllm_extra.captures import CAPTURING
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.pooling.pooling_routes import Pooling
 
 from .agents import MessagesBuilder, MessagesRequest, ResponsesBuilder, ResponsesRequest
 from .answers import num_tokens
 from .async_engine import AsyncLLM
+from .capture_thread import CAPTURING
 from .chat_page import chat_page
 from .errors import EXCEPTION_HANDLERS, ErrorJSON
 from .generation import EVENT_STREAM, SERVED, Serving

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 from tinyvllm.backend import cpu_cores
 from tinyvllm.config import logger, option
 from tinyvllm.engine import Params, Prompt, Request, RequestOutput
-from tinyvllm_extra.captures import CaptureThread
 from tinyvllm_extra.llm import LLM, LLMArguments
 from tinyvllm_extra.options import takes
+
+from .capture_thread import CaptureThread
 
 Delta = RequestOutput | Exception      # a request's new text and tokens, or the error that ended it
 IndexedOutput = tuple[int, RequestOutput]   # index of the request, its new text and tokens

@@ -1,15 +1,8 @@
 """Chooses the graph that a step runs with: its own shape, or a larger one that is captured (captures.py)."""
-import collections, logging, operator, time
-from typing import Any
-
-from tinygrad import Device
+import collections, operator
 
 from tinyvllm import backend
-from tinyvllm.config import logger
 from tinyvllm.runner import GraphKey, Runner
-
-from .step_cache import restore
-from .tinygrad_patches import num_compiled
 
 PROMPT = 128   # least limit of a step with prompts, in tokens
 CAPTURE_THRESHOLD = 16   # requests for a graph shape before it gets its own capture
@@ -28,7 +21,7 @@ def cost(key: GraphKey) -> int:
   return (16 + num_tokens) * (2 + sum(map(bool, features)))
 
 
-class FewGraphs(backend.Graphs):
+class PaddedGraphs(backend.Graphs):
   """A graph policy that pads steps, so that few graphs are captured."""
   def __init__(self) -> None:
     self.capture_sizes: list[int] = []   # tokens of the steps captured at startup
@@ -49,19 +42,3 @@ class FewGraphs(backend.Graphs):
     self.num_requested[runner, key] += 1
     can_wait = self.num_requested[runner, key] <= CAPTURE_THRESHOLD and cost(best) < 2 * cost(key)
     return best if self.capture_sizes or can_wait else key
-
-  def run(self, runner: Runner, graph: Any, key: GraphKey) -> Any:
-    """Run a step. Restore or capture it first, and log that (with level DEBUG during startup)."""
-    is_new = graph.cnt == 1
-    start_time = time.perf_counter()
-    num_kernels = num_compiled()
-    stored = restore(runner, graph, key) if is_new else None
-    results = graph()
-    if stored: stored.save(graph.captured)
-    if is_new and graph.cnt > 1:   # not captured if eager
-      self.captured.add((runner, key))
-      Device.default.synchronize()
-      level = logging.DEBUG if self.capture_sizes else logging.INFO
-      logger.log(level, f"captured a step of {key.num_tokens} tokens in {time.perf_counter() - start_time:.1f} s, "
-                 f"{num_compiled() - num_kernels} new kernels")
-    return results
