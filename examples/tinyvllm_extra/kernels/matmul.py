@@ -6,7 +6,7 @@ from math import gcd
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes, helpers
-from tinygrad.dtype import AddrSpace, DType
+from tinygrad.dtype import DType
 from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.uop.ops import AxisType, Ops
 
@@ -351,23 +351,17 @@ class FastNorm(backend.Norm):
     T, K = x.max_shape
     wide = 1 if cpu_cores() else gcd(K, 8)   # neighbours per load
     lanes = gcd(K, 16) if cpu_cores() else divisor(K // wide, 256)
-    iterations = K // wide // lanes
     t = UOp.range(T, 0)
     lane = UOp.range(lanes, 1, lane_axis()[0])
-    def own(loop_type, wide_type, first):   # a lane's numbers: index in registers, and column
-      i = axis(iterations, first, loop_type)
-      j = axis(wide, first + 1, wide_type)
-      return (i, lane if cpu_cores() else j), (i * lanes + lane) * wide + j
-    values = UOp.placeholder((iterations, lanes if cpu_cores() else wide), dtypes.float32, 101, AddrSpace.REG)
-    register, column = own(AxisType.LOOP, AxisType.UPCAST, 8)
-    value = add_up([y[i + t, column].float() for y in (x, *partials) for i in range(0, y.max_shape[0], T)])
-    stores = [values[register].store(value)]
-    if total is not None: stores.append(total[t, column].store(value.cast(total.dtype)))
-    values = values.after(end(UOp.group(*stores), AxisType.LOOP))
-    x = values[own(AxisType.REDUCE, AxisType.UNROLL, 2)[0]]
+    def load(loop_type: AxisType, wide_type: AxisType, first: int) -> tuple[UOp, UOp]:   # a lane's column and number
+      column = (axis(K // wide // lanes, first, loop_type) * lanes + lane) * wide + axis(wide, first + 1, wide_type)
+      return column, add_up([y[i + t, column].float() for y in (x, *partials) for i in range(0, y.max_shape[0], T)])
+    value = load(AxisType.REDUCE, AxisType.UNROLL, 2)[1]
     sums = UOp.placeholder((lanes,), dtypes.float32, 100, lane_axis()[1])
-    sums = sums.after(end(sums[lane].store(fold(x * x))))
-    register, column = own(AxisType.LOOP, AxisType.UPCAST, 6)
-    value = values[register] * (fold(sums[unrolled(lanes, 32, 4)]) / K + self.eps).rsqrt() * weight[column].float()
+    sums = sums.after(end(sums[lane].store(fold(value * value))))
+    column, value = load(AxisType.LOOP, AxisType.UPCAST, 6)
+    scale = (fold(sums[unrolled(lanes, 32, 4)]) / K + self.eps).rsqrt()
+    stores = [store(out, value * scale * weight[column].float(), t, column)]
+    if total is not None: stores.append(total[t, column].store(value.cast(total.dtype)))
     # Less work is finished before another core has started
-    return kernel_of("rms_norm", store(out, value, t, column), shared_by(divisor(T, cpu_cores() * (T * K > 8192))))
+    return kernel_of("rms_norm", UOp.group(*stores), shared_by(divisor(T, cpu_cores() * (T * K > 8192))))
