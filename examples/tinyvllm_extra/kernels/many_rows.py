@@ -1,5 +1,5 @@
 """Matrix products of many rows of x on NVIDIA tensor cores: linear_many.cu and, on Hopper, wgmma.cu."""
-import contextvars, ctypes, functools, math
+import contextvars, ctypes, functools, json, math, pathlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
   t: int        # tiles of 8 rows of x per warp
   wide: int     # warps along the outputs
   high: int     # warps along the rows
-  buffers: int  # buffers of 32 inputs for asynchronous copies, for all groups at most 96 KiB; 0: wgmma.cu
+  buffers: int  # buffers of 32 inputs for asynchronous copies, of all groups up to 96 KiB; 0: wgmma.cu
   min_groups: int = 192   # numbers of work groups for which linear_many.cu is the fastest
   max_groups: int = 2**31
   deep: int = 1           # groups of warps that divide K
@@ -49,14 +49,12 @@ class Tiles(NamedTuple):
   def rows(self) -> int: return 8 * self.t * self.high
 
 
-# At most one work group for each of the 132 multiprocessors of an H100 or H200: smaller ones would leave some idle
-ONE_WAVE = [Tiles(2, 8, 7, 1, 5, 120, 132), Tiles(2, 8, 3, 1, 4, 120, 132, 2), Tiles(1, 8, 3, 1, 3, 120, 132, 4),
-            Tiles(1, 4, 3, 1, 4, 120, 132, 4)]
+TABLES = json.loads(pathlib.Path(__file__).with_name("tiles.json").read_text())
 # The first one with a fitting number of work groups is used. Quantized: fewer warps share the same outputs, as each
-# warp dequantizes its own. Measured on an H100 and an H200 (tests/benchmarks/LOG.md)
-TILES = {False: [Tiles(2, 16, 4, 1, 3), *ONE_WAVE, Tiles(2, 4, 2, 2, 6), Tiles(2, 4, 2, 1, 8)],
-         True: [Tiles(2, 16, 4, 1, 3, 200), *ONE_WAVE, Tiles(2, 8, 4, 1, 4, 128), Tiles(1, 4, 4, 1, 8),
-                Tiles(1, 4, 2, 1, 8), Tiles(1, 2, 2, 1, 8)]}
+# warp dequantizes its own. With at most MULTIPROCESSORS work groups, smaller ones would leave some of an H100 or H200
+# idle, and each may use all shared memory. Measured on both cards (tests/benchmarks/LOG.md)
+TILES = {key == "quantized": [Tiles(*x) for x in TABLES[key]] for key in ("floats", "quantized")}
+MULTIPROCESSORS = 132
 WGMMA = [Tiles(1, 32, 8, 1, 0), Tiles(1, 16, 8, 1, 0)]
 
 
@@ -69,7 +67,8 @@ def choose_tiles(layer: "FastLinear", x: Tensor) -> Tiles | None:
   fitting = [x for x in WGMMA if T % x.rows == 0 == K % 64]
   if fitting and layer.flags is not None and current_tokens(T) is not None: return fitting[0]
   limit = math.gcd(K // 32, MAX_SPLITS) if layer.axis == 1 and layer.bias is None else 1
-  candidates = [x._replace(splits=n) for x in TILES[bool(scales)] for n in range(1, limit + 1) if limit % n == 0]
+  tiles = [x for x in TILES[bool(scales)] if layer.flags is not None or x.max_groups > MULTIPROCESSORS]
+  candidates = [x._replace(splits=n) for x in tiles for n in range(1, limit + 1) if limit % n == 0]
   return next((x for x in candidates if T % x.rows == 0 == N % x.outputs and K // 32 % (x.deep * x.splits) == 0
                and x.min_groups <= T // x.rows * (N // x.outputs) * x.splits <= x.max_groups), None)
 

@@ -34,12 +34,7 @@ ELEMENTS = tuple(tuple(enumerate(extents, 6)) for extents in ((2, 2, 2, 1), (2, 
 
 # Maximum rows of x, outputs and bits per weight; then tiles of 16 outputs and of 8 rows per warp, warps per sum
 # (split-K), and steps of 32 inputs per iteration. Measured on an H200, one row on an H100 (tests/benchmarks/LOG.md)
-ANY = 2**31
-TILES = [
-  (1, 4096, 8, 1, 1, 16, 2), (1, ANY, 4, 1, 1, 8, 4), (1, ANY, 8, 1, 1, 16, 2), (1, ANY, 16, 1, 1, 16, 1),
-  (8, ANY, 8, 1, 1, 8, 2), (8, 3072, 16, 1, 1, 16, 1), (8, ANY, 16, 1, 1, 8, 2), (16, ANY, 16, 1, 2, 8, 2),
-  (32, ANY, 8, 2, 4, 4, 2), (32, 8192, 16, 1, 2, 8, 1), (32, 16384, 16, 2, 4, 8, 2), (32, ANY, 16, 2, 4, 4, 2),
-  (64, 8192, 16, 2, 8, 4, 2), (64, ANY, 16, 4, 8, 2, 2), (ANY, 8192, 16, 4, 8, 2, 2), (ANY, ANY, 16, 4, 8, 1, 2)]
+TILES = many_rows.TABLES["linear_tc"]
 
 
 def stored_shape(out_features: int, in_features: int, dtype: DType) -> tuple[int, ...]:

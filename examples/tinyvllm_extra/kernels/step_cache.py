@@ -24,8 +24,8 @@ PACKAGES = {"tinyvllm", "tinyvllm_extra", "tinygrad", "builtins", "collections",
 def source_hash() -> str:
   """Return a hash of all code of tinyvllm."""
   core, extension = pathlib.Path(tinyvllm.__file__).parent, pathlib.Path(__file__).parents[1]
-  files = sorted([*core.rglob("*.py"), *extension.rglob("*.py"), *extension.rglob("*.cu*"), *extension.rglob("*.c")])
-  return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+  files = [x for kind in ("py", "cu*", "c", "json") for root in (core, extension) for x in root.rglob(f"*.{kind}")]
+  return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
 
 
 class Writer(pickle.Pickler):
