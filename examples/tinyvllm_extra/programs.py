@@ -1,6 +1,8 @@
 """The C compiler that the CPU device needs: which one is installed, and how to install one."""
 import contextlib, os, platform, shutil, sys
 
+from tinygrad import Device
+
 # Commands that install clang: on macOS, and by the ID of a Linux distribution in /etc/os-release
 CLANG = {"Darwin": "xcode-select --install", "debian": "sudo apt install clang", "fedora": "sudo dnf install clang",
          "suse": "sudo zypper install clang", "arch": "sudo pacman -S clang", "alpine": "sudo apk add clang"}
@@ -22,3 +24,11 @@ def find_compiler() -> str | None:
   name = os.environ.get("CC") or "echo"   # echo: prepare_device found no compiler earlier
   if name != "echo" and "gcc" not in os.path.basename(name): return name
   return shutil.which("clang") or shutil.which("clang", path=os.path.dirname(sys.executable))
+
+
+def advice(dev: str, path: str | None) -> str:
+  """Return what to do if no device opens. dev: the requested device, "" for none. path: the C compiler's, if any."""
+  others = [x for x in Device.get_available_devices() if x not in (dev, "" if path else "CPU")]
+  for_cpu = f"for the CPU: {'unset CC, or ' if path else ''}{clang_command()}"
+  remedy = for_cpu if dev in ("", "CPU") else f"unset DEV={dev}"
+  return remedy + (f", or set DEV to one that opens here: {', '.join(others)}" if others else "")

@@ -90,9 +90,10 @@ inline unsigned scaled(unsigned x, unsigned bias, unsigned scale, unsigned offse
     y[i] = (half)(half_of(x, i) - half_of(bias, i)) * half_of(scale, i) + half_of(offset, i);
   return pack(y[0], y[1]);
 }
-inline void copy_async(void* to, const void* from, bool exists = true, bool is_needed = true) {
-  if (is_needed && exists) memcpy(to, from, 16);
-  else if (is_needed) memset(to, 0, 16);
+inline void copy_async(void* to, const void* from, int bytes = 16, bool is_needed = true) {
+  if (!is_needed) return;
+  memcpy(to, from, bytes);
+  memset((char*)to + bytes, 0, 16 - bytes);
 }
 inline void commit_copies() {}
 template <int PENDING> void wait_for_copies() {}
@@ -111,6 +112,7 @@ inline Phase& advance(unsigned bar, int arrivals, int bytes) {
 inline unsigned address(const void* p) { return (const char*)p - memory; }
 inline void init(unsigned bar, int count) { phases[bar / 8] = {count, count, 0, 0}; }
 inline void arrive(unsigned bar, int bytes) { advance(bar, 1, bytes); }
+inline void arrive_after_copies(unsigned bar) { advance(bar, 1, 0); }
 inline void copy(unsigned to, const void* from, int bytes, unsigned bar) {
   memcpy(memory + to, from, bytes);
   advance(bar, 0, -bytes);

@@ -7,8 +7,8 @@ from tinygrad import Device, dtypes
 
 from tinyvllm.backend import cpu_cores
 from tinyvllm_extra.kernels import cuda_source, generic, tensor_cores
-from tinyvllm_extra.kernels.matmul import MMA
 from tinyvllm_extra.models import kv_cache
+from tinyvllm_extra.models.storage_order import MMA
 
 TOLERANCE = {"auto": 2e-3, "int8": 4e-3, "fp8": 4e-3}
 each_kind = pytest.mark.parametrize("kind", TOLERANCE)

@@ -6,18 +6,10 @@ from tinygrad import Device, helpers
 from tinyvllm.backend import Backend, renderer
 from tinyvllm.config import logger
 
-from tinyvllm_extra.programs import clang_command, find_compiler
+from tinyvllm_extra.programs import advice, find_compiler
 
 from . import drivers, tinygrad_patches
 from .fast_backend import FastBackend
-
-
-def advice(dev: str, path: str | None) -> str:
-  """Return what to do if no device opens. dev: the requested device, "" for none. path: the C compiler's, if any."""
-  others = [x for x in Device.get_available_devices() if x not in (dev, "" if path else "CPU")]
-  for_cpu = f"for the CPU: {'unset CC, or ' if path else ''}{clang_command()}"
-  remedy = for_cpu if dev in ("", "CPU") else f"unset DEV={dev}"
-  return remedy + (f", or set DEV to one that opens here: {', '.join(others)}" if others else "")
 
 
 def make_backend() -> Backend:
@@ -44,17 +36,16 @@ def prefer_cpu_backend() -> str:
 def prepare_device() -> str:
   """Find a C compiler, open the default device and patch tinygrad for it. Return why the default device is not the one
   that tinygrad chooses, or "". Raises RuntimeError with what to install if no device opens."""
-  dev, path = repr(helpers.DEV), find_compiler()
+  dev, cc = repr(helpers.DEV), find_compiler()
   try:
     tinygrad_patches.check_cache()
-    compiler = os.environ["CC"] = path or "echo"   # tinygrad needs a command even if it compiles nothing
-    reason = prefer_cpu_backend() if path else ""
-    if path is None: helpers.DEV.value = f"{repr(helpers.DEV) or Device.DEFAULT};CPU:X86"   # GPUs open a CPU, too
-    if Device.DEFAULT == "CPU" and (path is None or helpers.DEV.renderer == "X86"):
+    compiler = os.environ["CC"] = cc or "echo"   # tinygrad needs a command even if it compiles nothing
+    reason = prefer_cpu_backend() if cc else ""
+    if cc is None: helpers.DEV.value = f"{repr(helpers.DEV) or Device.DEFAULT};CPU:X86"   # GPUs open a CPU, too
+    if Device.DEFAULT == "CPU" and (cc is None or helpers.DEV.renderer == "X86"):
       raise RuntimeError("no C compiler found, and tinygrad's own assembler cannot compile all kernels")
     renderer()   # opens the device
     tinygrad_patches.apply(compiler)
     return reason
   except Exception as e:   # devices raise different types
-    reason = str(e).strip().splitlines()[0]
-    raise RuntimeError(f"tinygrad finds no usable device ({reason}): {advice(dev, path)}") from e
+    raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}): {advice(dev, cc)}") from e

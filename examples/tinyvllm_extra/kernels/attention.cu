@@ -5,7 +5,6 @@
 // work groups of all splits, share the context. Prefill: a work group has a query head and a query tile, with 16 M
 // tokens per warp, and copies STAGE blocks at a time to shared memory. For a tile of up to 16 M tokens, the warps share
 // the context.
-#define LOWEST -1e30f     // score with weight 0; not -inf, because inf - inf is NaN
 #define LOG2_E 1.44269504f
 #define BLOCK (16 * D * (IS_BYTES ? 1 : 2))   // bytes of K or V of 16 positions
 #define THREADS (32 * WARPS)
@@ -19,14 +18,9 @@ DEVICE u32 halves(u32 x) {
   if (HAS_SCALES) return scaled((x & 0xff00ff) | 0x64006400, 0x64806480, 0x3c003c00, 0);   // 1024 + x - 1152
   return (x & 0x7f007f) << 7 | (x & 0x800080) << 8;
 }
-DEVICE float over_row(float x, bool is_sum) {   // over the four lanes of a row
-  float other = __shfl_xor_sync(~0u, x, 1);
-  x = is_sum ? x + other : fmaxf(x, other);
-  other = __shfl_xor_sync(~0u, x, 2);
-  return is_sum ? x + other : fmaxf(x, other);
-}
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME(ARGUMENTS) {
+// With a minimum of one work group for a multiprocessor, ptxas loads more ahead, but 16 warps would spill
+extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 8 ? 0 : 1) NAME(ARGUMENTS) {
   OMITTED
   extern __shared__ __align__(128) char memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, column = lane % 4;
@@ -91,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME(ARGUMENTS) {
         if (!sees_all && (at + e > visible || (WINDOW && at + e <= visible - WINDOW))) x[e] = LOWEST;   // may be NaN
         high = fmaxf(high, x[e]);
       }
-      high = over_row(high, false);
+      UNROLL for (int n = 1; n < 4; n *= 2) high = fmaxf(high, __shfl_xor_sync(~0u, high, n));   // a row's lanes
       rescales[m][h] = power_of_2(highest[m][h] - high);
       changes |= high != highest[m][h];
       highest[m][h] = high;
@@ -155,7 +149,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME(ARGUMENTS) {
   float *means = (float*)memory, *weight_logs = means + WARPS * ROWS * D;
   UNROLL for (int mh = 0; mh < M * HALVES; mh++) {
     const int m = mh / HALVES, h = mh % HALVES, r = m * 16 + h * 8 + row;
-    const float sum = fmaxf(over_row(sums[m][h], true), 1e-30f);
+    UNROLL for (int n = 1; n < 4; n *= 2) sums[m][h] += __shfl_xor_sync(~0u, sums[m][h], n);
+    const float sum = fmaxf(sums[m][h], 1e-30f);
     if (r >= ROWS) continue;
     if (column == 0) weight_logs[warp * ROWS + r] = highest[m][h] + log2f(sum);
     UNROLL for (int i = 0; i < D / 4; i++) {

@@ -21,16 +21,28 @@ ARGUMENTS = {   # types of operands by name; HAS_... tells a source whether a ke
   "scale": "const u32*", "offset": "const u32*", "bias": "const float*", "row_groups": "const int*", "scratch": "char*"}
 
 
-def speaks_cuda() -> bool:
-  """Return whether kernels are compiled from CUDA C++ and may contain its statements."""
-  return isinstance(renderer(), CUDARenderer)
+# Whether kernels are compiled from CUDA C++ and may contain its statements
+def speaks_cuda() -> bool: return isinstance(renderer(), CUDARenderer)
+
+
+# Whether the device has warpgroup products (Hopper)
+def has_wgmma() -> bool: return speaks_cuda() and renderer().target.arch == "sm_90"
+
+
+def wgmma(n: int) -> dict[str, object]:
+  """Return the macros with which hopper.cuh defines wgmma for n rows of x."""
+  sums, pointers = [", ".join(form.format(i) for i in range(n // 2)) for form in ("%{0}", '"+f"(sums[{0}])')]
+  w = ", ".join(f"%{n // 2 + i}" for i in range(4))   # then the descriptor of x, and whether to add to the sums
+  return {"SUMS": pointers, "WGMMA":
+    f'"setp.ne.b32 p, %{n // 2 + 5}, 0; wgmma.mma_async.sync.aligned.m64n{n}k16.f32." TYPE "." TYPE " {{{sums}}},"'
+    f'" {{{w}}}, %{n // 2 + 4}, p, 1, 1, 0;"'}
 
 
 class Launch(NamedTuple):
   """A source's macros and the sizes of its launch: work groups in x, y and z, threads per group, and bytes of dynamic
   shared memory."""
   name: str
-  file: str   # is read after tensor_cores.cuh or, if it is a C source, after EXP2
+  file: str   # is read after tensor_cores.cuh and, with wgmma, hopper.cuh; if it is a C source, after EXP2
   definitions: dict[str, object]
   groups: tuple[int, int, int]   # C: cores, 1, 1
   threads: int = 1
@@ -57,7 +69,8 @@ def program_of(make: Callable[[dict[str, UOp]], Launch], operands: dict[str, UOp
     "OMITTED": " ".join(f"{kind} {x} = 0;" for x, kind in ARGUMENTS.items() if x not in operands),
     **{f"HAS_{x.upper()}": int(x in operands) for x in ARGUMENTS}, **launch.definitions}
   macros = [f"#define {key} {value}" for key, value in definitions.items()]
-  source = "\n".join([*macros, EXP2 if is_c else read("tensor_cores.cuh"), read(launch.file)])
+  headers = ["tensor_cores.cuh", *["hopper.cuh"] * ("WGMMA" in definitions)]
+  source = "\n".join([*macros, *([EXP2] if is_c else map(read, headers)), read(launch.file)])
   written = tuple(i for i, x in enumerate(operands) if not ARGUMENTS[x].startswith("const"))
   arguments = UOp(Ops.LINEAR, src=tuple(x.base for x in operands.values()))
   info = ProgramInfo(name, launch.groups, (launch.threads, 1, 1), (core,) if is_c else (), slots, written, slots[1:],

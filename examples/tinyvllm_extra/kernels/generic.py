@@ -104,9 +104,8 @@ def tiling(T: int, G: int, D: int, block_size: int) -> tuple[int, int, int]:
   context (split-KV, for few tokens). GPU values were measured on an H200 (tests/benchmarks/LOG.md)."""
   if cpu_cores(): return D // math.gcd(D, 16, block_size), 1, 1   # lanes are SIMD
   width = math.gcd(D, block_size, 4 if T > 64 else 2)
-  lanes = 512 if T <= 8 and G == 1 else 256
   limit = 2048 if renderer().tensor_cores else 1024   # 12 bytes each in GroupState; WebGPU has 16 KiB shared memory
-  return width, 64 // width, 1 if T > 64 else max(1, min(lanes // D, limit // (G * D)))
+  return width, 64 // width, 1 if T > 64 else max(1, min(256 // D, limit // (G * D)))
 
 
 class GroupState(NamedTuple):

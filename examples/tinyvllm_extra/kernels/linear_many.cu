@@ -14,23 +14,23 @@ extern "C" __global__ void __launch_bounds__(THREADS * DEEP) NAME(ARGUMENTS) {
   const int tile = warp / HIGH * N_TILES, run = warp % HIGH * T_TILES;   // first tile and run of 8 rows of the warp
   if (row >= ROWS_OF_STEP) return;
   auto load = [&](int i, int n) {   // iteration i + n of the part; i is a multiple of BUFFERS
-    const int k = (blockIdx.z * DEEP + group) * steps + i, size = W_BYTES / 16;
+    const int k = (blockIdx.z * DEEP + group) * steps + i, size = W_BYTES / 16, bytes = i + n < steps ? 16 : 0;
     char* to = memory + ring + n % BUFFERS * BUFFER;
     UNROLL for (int j = 0; j < ROWS * 4; j += THREADS) {
       const int c = j + own;
       const char* from = x + ((size_t)(row + c / 4) * K + c % 4 * 8 + k * 32) * 2;
-      copy_async(to + c * 16, from + n * 64, i + n < steps, c < ROWS * 4);
+      copy_async(to + c * 16, from + n * 64, bytes, c < ROWS * 4);
     }
     UNROLL for (int j = 0; j < OUTPUTS / 16 * size; j += THREADS) {
       const int c = j + own;
       const char* from = weight + ((size_t)(first + c / size) * (K / 32) + k) * W_BYTES + c % size * 16;
-      copy_async(to + ROWS * 64 + c * 16, from + n * W_BYTES, i + n < steps, c < OUTPUTS / 16 * size);
+      copy_async(to + ROWS * 64 + c * 16, from + n * W_BYTES, bytes, c < OUTPUTS / 16 * size);
     }
     // One warp copies scales, one offsets; a word has two outputs
     const int at = (first + lane / 2) * GROUPS * 8 + (k + n) * GROUPS / (K / 32) * 8 + lane % 2 * 4;
     char* const scales = to + SCALES + lane * 16;
-    if (HAS_SCALE) copy_async(scales, scale + at, i + n < steps, lane < OUTPUTS / 8 && warp == 0);
-    if (HAS_OFFSET) copy_async(scales + OUTPUTS * 2, offset + at, i + n < steps, lane < OUTPUTS / 8 && warp == 1);
+    if (HAS_SCALE) copy_async(scales, scale + at, bytes, lane < OUTPUTS / 8 && warp == 0);
+    if (HAS_OFFSET) copy_async(scales + OUTPUTS * 2, offset + at, bytes, lane < OUTPUTS / 8 && warp == 1);
     commit_copies();
   };
   float sums[N_TILES][T_TILES][4] = {};

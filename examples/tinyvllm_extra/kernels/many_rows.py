@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from tinygrad import Device, Tensor, UOp, dtypes
 
-from tinyvllm.backend import TOKENS, renderer
+from tinyvllm.backend import TOKENS
 from tinyvllm_extra.models.quantized import NumberFormat
 
 from . import cuda_source, shards
@@ -51,10 +51,9 @@ class Tiles(NamedTuple):
 
 TABLES = json.loads(pathlib.Path(__file__).with_name("tiles.json").read_text())
 # The first one with a fitting number of work groups is used. Quantized: fewer warps share the same outputs, as each
-# warp dequantizes its own. With at most MULTIPROCESSORS work groups, smaller ones would leave some of an H100 or H200
-# idle, and each may use all shared memory. Measured on both cards (tests/benchmarks/LOG.md)
+# warp dequantizes its own. With at most 132 work groups, the multiprocessors of an H100 or H200, smaller ones would
+# leave some idle, and each may use all shared memory. Measured on both cards (tests/benchmarks/LOG.md)
 TILES = {key == "quantized": [Tiles(*x) for x in TABLES[key]] for key in ("floats", "quantized")}
-MULTIPROCESSORS = 132
 WGMMA = [Tiles(1, 32, 8, 1, 0), Tiles(1, 16, 8, 1, 0)]
 
 
@@ -67,7 +66,7 @@ def choose_tiles(layer: "FastLinear", x: Tensor) -> Tiles | None:
   fitting = [x for x in WGMMA if T % x.rows == 0 == K % 64]
   if fitting and layer.flags is not None and current_tokens(T) is not None: return fitting[0]
   limit = math.gcd(K // 32, MAX_SPLITS) if layer.axis == 1 and layer.bias is None else 1
-  tiles = [x for x in TILES[bool(scales)] if layer.flags is not None or x.max_groups > MULTIPROCESSORS]
+  tiles = [x for x in TILES[bool(scales)] if layer.flags is not None or x.max_groups > 132]
   candidates = [x._replace(splits=n) for x in tiles for n in range(1, limit + 1) if limit % n == 0]
   return next((x for x in candidates if T % x.rows == 0 == N % x.outputs and K // 32 % (x.deep * x.splits) == 0
                and x.min_groups <= T // x.rows * (N // x.outputs) * x.splits <= x.max_groups), None)
@@ -104,11 +103,7 @@ def launch_many(operands: dict[str, UOp], number_format: NumberFormat, activatio
     threads = 32 * tiles.wide * tiles.high * tiles.deep
     return Launch(f"linear_many_{N}_{K}", "linear_many.cu", definitions, groups, threads, rings)
   stage = tiles.rows * 128 + 1024 * number_format.bits
-  n = tiles.rows // 2   # sums per lane; then its weights, the descriptor of x, and whether to add to the sums
-  sums, pointers = [", ".join(form.format(i) for i in range(n)) for form in ("%{0}", '"+f"(sums[{0}])')]
-  definitions |= {"STAGES": SHARED_BYTES // stage, "SUMS": pointers, "WGMMA":
-    f'"setp.ne.b32 p, %{n + 5}, 0; wgmma.mma_async.sync.aligned.m64n{tiles.rows}k16.f32." TYPE "." TYPE " {{{sums}}},"'
-    f'" {{%{n}, %{n + 1}, %{n + 2}, %{n + 3}}}, %{n + 4}, p, 1, 1, 0;"'}
+  definitions |= {"STAGES": SHARED_BYTES // stage, **cuda_source.wgmma(tiles.rows)}
   groups, shared_bytes = (shapes["flags"][0] // 8, 1, 1), SHARED_BYTES // stage * stage + 2048
   return Launch(f"wgmma_{tiles.rows}_{N}_{K}", "wgmma.cu", definitions, groups, 384, shared_bytes)
 
@@ -124,7 +119,7 @@ def launch_pack(operands: dict[str, UOp], tiles: Tiles) -> Launch:
 def new_flags(devices: str | tuple[str, ...]) -> Tensor | None:
   """Return flags for the blocks that share a tile, eight for each multiprocessor of each device: zeros, also after each
   kernel. None if the devices are not Hopper."""
-  if Device.DEFAULT != "CUDA" or renderer().target.arch != "sm_90": return None
+  if Device.DEFAULT != "CUDA" or not cuda_source.has_wgmma(): return None
   from tinygrad.runtime.autogen import cuda   # slow to import
   device: Any = Device.default
   cuda.cuDeviceGetAttribute(ctypes.byref(count := ctypes.c_int()), 16, device.cu_device)   # multiprocessors

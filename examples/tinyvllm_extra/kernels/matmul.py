@@ -15,7 +15,8 @@ from tinyvllm.backend import cpu_cores, renderer
 from tinyvllm.llama import Checkpoint
 from tinyvllm_extra.models.experts import group_by_expert
 from tinyvllm_extra.models.quantized import Matrix, UNQUANTIZED, Quantized, half_of
-from tinyvllm_extra.models.storage_order import STORED, pack_numbers, pack_words, prepare_scales, reorder, scales_shape
+from tinyvllm_extra.models.storage_order import (MMA, STORED, pack_numbers, pack_words, prepare_scales, reorder,
+                                                 scales_shape, stored_shape)
 from tinyvllm_extra.models.stored_weights import stored_weights
 
 from . import cuda_source, many_rows
@@ -26,23 +27,10 @@ from .schedule import (Operands, Routes, add_up, axes, axis, call, divisor, end,
                        unrolled)
 from .shards import local_ids, partial_sums
 
-MMA = (8, 16, 16)   # the tensor core used here: n, m, k
 PREFETCH = 4096   # bytes that a CPU core prefetches ahead of its current weights
 # A lane's elements of w, x and the sum, by four axes numbered from 6: which pair of 4 inputs, half of 16 outputs,
 # input in the pair, and one of two rows of x
 ELEMENTS = tuple(tuple(enumerate(extents, 6)) for extents in ((2, 2, 2, 1), (2, 1, 2, 1), (1, 2, 1, 2)))
-
-# Maximum rows of x, outputs and bits per weight; then tiles of 16 outputs and of 8 rows per warp, warps per sum
-# (split-K), and steps of 32 inputs per iteration. Measured on an H200, one row on an H100 (tests/benchmarks/LOG.md)
-TILES = many_rows.TABLES["linear_tc"]
-
-
-def stored_shape(out_features: int, in_features: int, dtype: DType) -> tuple[int, ...]:
-  """Return W's stored shape for x of this dtype, where neighbouring lanes read neighbours in memory."""
-  tile = gcd(out_features, 16)
-  if tile == 16 and in_features % 32 == 0 and (MMA, dtype) in [(c.dims, c.dtype_in) for c in renderer().tensor_cores]:
-    return out_features // 16, in_features // 32, 2, 2, 8, 4, 2, 2
-  return out_features // tile, in_features, tile
 
 
 class FastLinear(backend.Linear):
@@ -265,8 +253,10 @@ def tensor_core_linear_kernel(operands: Operands) -> UOp:
   routes = Routes(operands, 10, AxisType.GLOBAL)
   T, N16 = routes.num_rows, routes.num_tiles
   lane = Lane(operands, routes)
+  # Maximum rows of x, outputs and bits per weight; then tiles of 16 outputs and of 8 rows per warp, warps per sum
+  # (split-K), and steps of 32 inputs per iteration. Measured on an H200, one row on an H100 (tests/benchmarks/LOG.md)
   n_tiles, t_tiles, splits, steps = next(
-    tiles for max_rows, max_outputs, max_bits, *tiles in TILES
+    tiles for max_rows, max_outputs, max_bits, *tiles in many_rows.TABLES["linear_tc"]
     if max_rows >= T and max_outputs >= N16 * 16 and max_bits >= operands.number_format.bits)
   n_tiles = gcd(N16, n_tiles)
   iterations = -(-lane.K32 // splits)   # per warp; the last warp may have fewer

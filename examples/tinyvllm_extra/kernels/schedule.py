@@ -118,7 +118,7 @@ class Operands(NamedTuple):
   """The operands of a matrix kernel: out = x @ W.T + bias or, with an activation, activation(gate) * up of it."""
   out: UOp                        # (rows, columns)
   x: UOp                          # (T, K)
-  weight: UOp                     # W in a stored shape, see matmul.stored_shape
+  weight: UOp                     # W in a stored shape, see stored_shape
   scale: UOp | None = None        # (N, groups) in a stored shape, if W is quantized
   offset: UOp | None = None       # like scale
   bias: UOp | None = None         # (N,)

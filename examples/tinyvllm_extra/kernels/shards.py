@@ -32,8 +32,7 @@ def stack(tensors: Sequence[Tensor]) -> Tensor:
 def local_ids(ids: Tensor, num_rows: int) -> Tensor:
   """Return the index of each id's row in each device's embeddings, num_rows for ids of other devices. ids: (T,)."""
   if not isinstance(ids.device, tuple): return ids
-  first = Tensor(UOp.range(len(ids.device), -1, AxisType.DEVICE)).cast(ids.dtype) * num_rows
-  own = ids - first
+  own = ids - Tensor(UOp.range(len(ids.device), -1, AxisType.DEVICE)).cast(ids.dtype) * num_rows
   return (own < 0).where(num_rows, own).contiguous()
 
 

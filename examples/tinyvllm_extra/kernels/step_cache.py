@@ -114,7 +114,6 @@ class FewGraphs(PaddedGraphs):
     if is_new and graph.cnt > 1:   # not captured if eager
       self.captured.add((runner, key))
       Device.default.synchronize()
-      level = logging.DEBUG if self.capture_sizes else logging.INFO
-      logger.log(level, f"captured a step of {key.num_tokens} tokens in {time.perf_counter() - start_time:.1f} s, "
-                 f"{num_compiled() - num_kernels} new kernels")
+      logger.log(logging.DEBUG if self.capture_sizes else logging.INFO, f"captured a step of {key.num_tokens} tokens "
+                 f"in {time.perf_counter() - start_time:.1f} s, {num_compiled() - num_kernels} new kernels")
     return results

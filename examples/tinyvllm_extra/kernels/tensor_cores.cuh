@@ -8,6 +8,7 @@ typedef unsigned long long u64;
 #define DEVICE __device__ __forceinline__
 #define PTX(...) asm volatile(__VA_ARGS__ : "memory")
 #define UNROLL _Pragma("unroll")
+#define LOWEST -1e30f   // score with weight 0; not -inf, because inf - inf is NaN
 
 DEVICE u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 // d += a @ b, with 16 x 16 numbers a and 16 x 8 numbers b
@@ -16,10 +17,10 @@ DEVICE void mma(float* d, const u32* a, u32 b0, u32 b1) {
       "{%0, %1, %2, %3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// Copies 16 bytes, or zeros, to shared memory. A thread waits for its groups of copies, except the last PENDING ones
-DEVICE void copy_async(void* to, const void* from, bool exists = true, bool is_needed = true) {
+// Copies bytes, and zeros up to 16, to shared memory. A thread waits for its copies, except the last PENDING groups
+DEVICE void copy_async(void* to, const void* from, int bytes = 16, bool is_needed = true) {
   PTX("{.reg .pred p; setp.ne.b32 p, %3, 0; @p cp.async.cg.shared.global [%0], [%1], 16, %2;}"
-      :: "r"(address(to)), "l"(from), "r"(exists ? 16 : 0), "r"((int)is_needed));
+      :: "r"(address(to)), "l"(from), "r"(bytes), "r"((int)is_needed));
 }
 DEVICE void commit_copies() { PTX("cp.async.commit_group;" ::); }
 template <int PENDING> DEVICE void wait_for_copies() { PTX("cp.async.wait_group %0;" :: "n"(PENDING)); }

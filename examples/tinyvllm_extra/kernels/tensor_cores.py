@@ -11,19 +11,20 @@ from tinygrad.dtype import AddrSpace, DType
 from tinyvllm.backend import TOKENS, renderer
 from tinyvllm.config import ModelConfig
 from tinyvllm_extra.models import kv_cache
+from tinyvllm_extra.models.storage_order import MMA
 from tinyvllm_extra.options import LLMConfig
 
 from . import cuda_source, generic
 from .cuda_source import Launch
-from .matmul import MMA
 from .schedule import ScoreOptions, axes, kernel_of, largest, mean
 
 BS = 16   # positions in a block
 MAX_DECODE = 64   # tokens of a step for which a work group has all query heads of a token
 STAGE = 4    # blocks that a work group copies together
 MIN_WORK_GROUPS = 128   # to keep a GPU busy
-DECODE_WARPS = 1024     # of all tokens and K/V heads, in work groups of 2 to 16 (measured on an H200)
+DECODE_WARPS = 1024     # warps of a decode step, 2 to 16 in a work group (measured on an H200)
 SHARED_BYTES = 2**15    # limit for a work group's results in shared memory, if each has a token
+HOPPER_BYTES = 231424   # shared memory of attention_hopper.cu
 NEAR = 4                # dimensions in each half of a head that a lane rotates
 
 
@@ -34,8 +35,7 @@ def kv_layout(model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple
   element = layout[0][1]
   heads, D = model.num_key_value_heads, model.head_dim
   fits_model = config.block_size == BS and D in (32, 64, 96, 128) and model.num_attention_heads <= 16 * heads
-  cores = [(core.dims, core.dtype_in) for core in renderer().tensor_cores]
-  fits_device = cuda_source.speaks_cuda() and (MMA, dtype) in cores
+  fits_device = cuda_source.speaks_cuda() and (MMA, dtype) in [(c.dims, c.dtype_in) for c in renderer().tensor_cores]
   # tinygrad does not combine bfloat16 loads
   if not fits_model or not fits_device or dtype != dtypes.half: return layout
   n = 1 if dtype == element else 4   # dimensions per element
@@ -43,7 +43,7 @@ def kv_layout(model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple
 
 
 # Tokens per query tile in a step of T tokens
-def tile_size(T: int) -> int: return 64 if T <= 512 else 128
+def tile_size(T: int) -> int: return 64 if T <= 512 and not cuda_source.has_wgmma() else 128
 
 
 def is_own_layout(cache: list[Tensor]) -> bool: return cache[0].ndim == 5
@@ -96,8 +96,8 @@ def read(q: Tensor, cache: list[Tensor], tokens: Tensor, block_tables: Tensor,
 
 
 def launch_attention(operands: dict[str, UOp], options: ScoreOptions, splits: int) -> Launch:
-  """Return the launch of attention.cu. out: (T, KV, G, D), or with split-KV (splits, T, KV, G, D) in float32. logs:
-  (splits, T, KV, G), log2 of the sum of the weights."""
+  """Return the launch of attention.cu or, for chunks on Hopper, attention_hopper.cu. out: (T, KV, G, D), or with
+  split-KV (splits, T, KV, G, D) in float32. logs: (splits, T, KV, G), log2 of the sum of the weights."""
   (T, KV, G, D), (slots, max_blocks) = operands["q"].max_shape, operands["table"].max_shape
   is_prefill, is_bytes = T > MAX_DECODE, operands["keys"].dtype != dtypes.half
   warps = min(16, max(2, DECODE_WARPS // (T * KV)), 1 << (SHARED_BYTES // (G * D * 4)).bit_length() - 1)
@@ -108,9 +108,12 @@ def launch_attention(operands: dict[str, UOp], options: ScoreOptions, splits: in
     "M": max(1, rows // 16), "SPLITS": splits, "IS_PREFILL": int(is_prefill), "IS_BYTES": int(is_bytes), "TILE": tile,
     "STAGE": STAGE, "NUM_WORDS": len(columns), "SLOT": columns.index("slot"), "POSITION": columns.index("position"),
     "MAX_BLOCKS": max_blocks, "WINDOW": options.window, "CAP": f"{options.cap:f}f", "UNIT": f"{options.factor(D):.9f}f"}
+  groups = (KV * G, min(T, T // tile + slots - 1), 1) if is_prefill else (KV, T, splits)
+  is_plain = D in (64, 128) and not (is_bytes or options.window or options.cap or "sinks" in operands)
+  if is_prefill and is_plain and cuda_source.has_wgmma():
+    return Launch(f"attend_{T}", "attention_hopper.cu", definitions | cuda_source.wgmma(D), groups, 384, HOPPER_BYTES)
   buffers = 2 * STAGE * 2 * BS * D * operands["keys"].dtype.itemsize // (4 if is_bytes else 1)
   shared_bytes = max(warps * rows * (D + 1) * 4, buffers if is_prefill else 0)
-  groups = (KV * G, min(T, T // tile + slots - 1), 1) if is_prefill else (KV, T, splits)
   return Launch(f"attend_{T}", "attention.cu", definitions, groups, 32 * warps, shared_bytes)
 
 

@@ -11,22 +11,12 @@
 #define X_BYTES (ROWS * 128)
 #define STAGE (X_BYTES + 16 * W_BYTES)
 
-// Barriers in shared memory: a phase ends after `count` arrivals, and the copies of the n bytes that each announces
-DEVICE void init(u32 bar, int count) { PTX("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(bar), "r"(count)); }
-DEVICE void arrive(u32 b, int n) { PTX("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(b), "r"(n)); }
-DEVICE void wait(u32 bar, int parity) {
-  PTX("{.reg .pred p;\nL: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra D;\nbra L;\nD:}"
-      :: "r"(bar), "r"(parity));
-}
 DEVICE void copy(u32 to, const void* from, int bytes, u32 bar) {
   PTX("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
       :: "r"(to), "l"(from), "r"(bytes), "r"(bar));
 }
 DEVICE void publish(u32* p) { PTX("st.release.gpu.global.u32 [%0], 1;" :: "l"(p)); }
 DEVICE u32 is_published(u32* p) { u32 x; PTX("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p)); return x; }
-DEVICE void wgmma(float (&sums)[ROWS / 2], const u32 (&w)[4], u64 x, int adds) {   // SUMS, WGMMA: see many_rows.py
-  PTX("{.reg .pred p; " WGMMA "}" : SUMS : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(adds));
-}
 
 extern "C" __global__ void __launch_bounds__(384, 1) NAME(ARGUMENTS) {
   OMITTED
