@@ -46,7 +46,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
   config: LLMConfig
   scheduler: engine_metrics.MeteredScheduler
   proposer: speculation.SpeculativeProposer | None
-  states: snapshots.StatePool | None = None   # of a model with recurrent layers
+  states: snapshots.StatePool | None = None   # only for a model with recurrent layers
   save_prefix_cache = prefix_cache.save_prefix_cache
   load_prefix_cache = prefix_cache.load_prefix_cache
   beam_search = beam_search.beam_search
@@ -122,7 +122,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
 
   def capture(self, sizes: list[int] | None = None, optional: bool = False) -> Iterator[str]:
     """Capture greedy and sampled steps, or with `optional` steps with all features, and pad later steps to them. sizes:
-    tokens of a step, powers of two; None: the device's usual ones. See captures.capture for what it yields."""
+    tokens of a step, powers of two; None: the device's usual ones. It yields what captures.capture does."""
     self.scheduler.sizes = captures.sizes_to_capture(self, sizes)
     return captures.capture(self, self.scheduler.sizes, logits.graph_variants(self.runner.model, optional))
 

@@ -14,7 +14,7 @@ P = ParamSpec("P")
 def document(options: Callable[..., Options]) -> None:
   """Add the type, default and help text of each field to the docstring of a class of options."""
   parameters = inspect.signature(options).parameters.values()
-  lines = [f"{x.replace(annotation=getattr(x.annotation, 'type', x.annotation))}\n"   # of an InitVar: its type
+  lines = [f"{x.replace(annotation=getattr(x.annotation, 'type', x.annotation))}\n"   # an InitVar: its type
            f"    {vars(options)['__dataclass_fields__'][x.name].metadata.get('help', '')}".rstrip() for x in parameters]
   options.__doc__ = "\n".join([inspect.cleandoc(options.__doc__ or ""), "", *lines])
 

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
       return optional(args["module"], args["extra"], f"tinyvllm {args['command']}").main(args) or 0
     finally: sys.stdout.flush()
   except KeyboardInterrupt: return 130
-  except BrokenPipeError:   # of a reader that wants no more, such as head
+  except BrokenPipeError:   # the reader, such as head, has closed the pipe
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
   except Exception as error:

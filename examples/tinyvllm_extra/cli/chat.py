@@ -15,7 +15,7 @@ from tinyvllm_extra.serving.client import Remote
 from .flags import parse_value, select_options
 
 QUOTES = '"""'
-Output = RequestOutput | SimpleNamespace   # of an LLM or a Remote
+Output = RequestOutput | SimpleNamespace   # an LLM's or a Remote's
 
 
 @functools.cache
@@ -80,7 +80,7 @@ class Chat:
     /load FILE            read a conversation
     /help                 show this text
     /bye, /exit           leave; so does Ctrl-D, and Ctrl-C stops an answer
-  A line that ends with a backslash continues on the next one. A text between lines of triple quotes is one message."""
+  A line that ends with a backslash continues on the next one. Lines between triple quotes are one message."""
   llm: "tinyvllm.LLM | Remote"
   settings: JsonObject   # sampling parameters that differ from the model's defaults
   is_verbose: bool = False
@@ -93,18 +93,18 @@ class Chat:
       use_history("read")
       if not isinstance(self.llm, Remote): capture_steps(self.llm)
       logger.setLevel(max(logger.level, logging.WARNING))   # a line would land next to the prompt
-    with contextlib.suppress(EOFError):   # of /bye
+    with contextlib.suppress(EOFError):   # raised by /bye
       for text in self.inputs():
         try: self.handle(text)
-        except BrokenPipeError: raise   # nobody reads the answers
+        except BrokenPipeError: raise   # the reader has closed the pipe
         except (ValueError, RuntimeError, OSError) as error:
           print(f"tinyvllm: {error}", file=sys.stderr)
           self.code = 1
     return self.code
 
   def inputs(self) -> Iterator[str]:
-    """Yield commands and messages. A line that ends with a backslash continues, and so does a text in triple quotes,
-    which keeps them."""
+    """Yield commands and messages. A line that ends with a backslash continues, and so do lines between triple
+    quotes, which are kept."""
     text = ""
     with contextlib.suppress(EOFError):
       while True:

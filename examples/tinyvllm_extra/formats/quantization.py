@@ -31,7 +31,7 @@ class Layout(NamedTuple):
 
 
 # layouts: arguments of Layout by name. methods: by quant_method, the field of quantization_config that names a variant,
-# the supported numbers of bits, and the names of each variant's layouts, of which the first variant is the default
+# the supported numbers of bits, and the names of each variant's layouts. The first variant is the default
 TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
 
 

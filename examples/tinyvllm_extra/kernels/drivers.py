@@ -32,7 +32,7 @@ def free_unused_buffers(names: tuple[str, ...]) -> None:
     Device[name].synchronize()
     allocator = Device[name].allocator
     if isinstance(allocator, LRUAllocator): allocator.free_cache()
-    vars(allocator).pop("chunk", None)   # of cpu.allocate: it keeps the newest one
+    vars(allocator).pop("chunk", None)   # cpu.allocate keeps the newest one there
 
 
 def amd_memory(device: Any) -> MemoryReport:

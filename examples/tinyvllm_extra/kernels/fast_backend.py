@@ -48,7 +48,7 @@ class FastBackend(MixtureBackend):
   Experts = matmul.FastExperts
   sampler = FastSampler()
   memory = drivers.DriverMemory()
-  stored_dtype = ""   # of weights and KV cache, if it is not the dtype of activations
+  stored_dtype = ""   # dtype of weights and KV cache, if activations have another one
   attend = staticmethod(tensor_cores.attend)
 
   # Tensor cores need many rows; PacedScheduler takes fewer while sequences decode

@@ -93,7 +93,7 @@ def restore(runner: Runner, graph: object, key: GraphKey) -> StoredStep | None:
   folder = realize.lower_and_compile
   if not (isinstance(graph, _TinyJit) and isinstance(folder, KernelFolder) and helpers.CACHELEVEL >= 2
           and len(runner.model.devices.names) == 1): return None
-  with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):   # of objects that cannot be pickled
+  with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):   # an object cannot be pickled
     stored = StoredStep(folder, runner, runner.graphs[key][0], key)
     graph.captured = stored.load()
     if not graph.captured: return stored

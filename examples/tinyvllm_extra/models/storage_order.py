@@ -1,4 +1,4 @@
-"""The order in which kernels load weights: numpy arrays of W and of its scales, reordered and packed once at load."""
+"""How kernels load weights: numpy arrays of W and of its scales, reordered and packed once at load."""
 from math import gcd
 
 import numpy as np

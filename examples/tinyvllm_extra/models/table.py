@@ -11,7 +11,7 @@ from .layers import LlamaVariant, VariantConfig
 from .ropes import ROPE_TYPES, read_rope
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}   # a method of Tensor, whose gelu is the tanh approximation
-Reader = Callable[[JsonObject, pathlib.Path], tuple[ModelConfig, type[Llama]]]   # of config.json
+Reader = Callable[[JsonObject, pathlib.Path], tuple[ModelConfig, type[Llama]]]   # reads config.json
 GEMMA_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 

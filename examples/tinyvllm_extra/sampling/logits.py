@@ -92,7 +92,7 @@ class ProcessedLogits:
 
 
 def graph_variants(model: Llama, optional: bool) -> list[tuple[SamplerMode, LogitsPlan | None]]:
-  """Return sampler and plan of the graphs to capture at startup; with `optional` those of the optional features."""
+  """Return sampler and plan of the graphs to capture at startup; with `optional` the graphs for optional features."""
   plan = LogitsPlan(model.vocab_size, True, 128, True)
   if isinstance(model, Embedder):   # has one kind of step
     return [] if optional else [(SamplerMode.GREEDY, HiddenStatesPlan(plan.vocab_size, True, 0, False))]

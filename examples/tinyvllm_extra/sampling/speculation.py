@@ -224,7 +224,7 @@ def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner],
   """Return an engine's Proposer and its runners: the target's, and the draft model's, if any, with as many blocks.
   new_runner: creates the target's from the bytes for its KV cache. Raises InputError for an invalid speculative_config,
   or a draft model that does not match the target or does not fit in memory with it."""
-  options = vars(target.config)["speculative_config"]   # of an LLMConfig
+  options = vars(target.config)["speculative_config"]   # a field of LLMConfig
   if options is None: return None, [new_runner(num_bytes)]
   try: proposer = SpeculativeProposer(SpeculativeConfig(**options))
   except InputError as e: raise InputError(f"speculative_config={options!r}: {e}") from e

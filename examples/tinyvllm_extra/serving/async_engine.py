@@ -40,7 +40,7 @@ class Driver:
     self.has_ended = False   # True: the thread runs no more calls
     self.readers: dict[Request, Reader] = {}   # by unfinished request
     self.due: dict[Request, None] = {}   # have new output, not delivered yet
-    self.delivery_time = 0.0   # of the outputs of all requests in `due`
+    self.delivery_time = 0.0   # when the outputs of all requests in `due` are delivered
     # Minimum time between two deliveries, per request. On a CPU, writing to sockets takes cores from steps
     self.write_seconds = 0.0 if llm.runner.is_async else 0.001
 

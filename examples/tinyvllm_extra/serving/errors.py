@@ -66,7 +66,7 @@ def explain_path(request: fastapi.Request, error: StarletteHTTPException) -> str
   allowed = (error.headers or {}).get("Allow")
   if error.status_code != 404: return f"{error.detail}: use {allowed}" if allowed else error.detail
   path = request.scope["path"][:256]
-  # Of /chat/completions, and of /v1/v1/chat/completions
+  # From /chat/completions, and from /v1/v1/chat/completions
   name = path.removeprefix(request.scope["root_path"]).rpartition("/v1/")[2].strip("/")
   scope = {**request.scope, "path": f"/v1/{name}"}
   if all(route.matches(scope)[0] == Match.NONE for route in request.app.routes):
