@@ -3,7 +3,7 @@ import functools, pathlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tinygrad import Tensor, UOp, dtypes
+from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
@@ -25,8 +25,8 @@ ARGUMENTS = {   # types of operands by name; HAS_... tells a source whether a ke
 def speaks_cuda() -> bool: return isinstance(renderer(), CUDARenderer)
 
 
-# Whether the device has warpgroup products (Hopper)
-def has_wgmma() -> bool: return speaks_cuda() and renderer().target.arch == "sm_90"
+# Whether the device has warpgroup products (Hopper), and tinygrad_patches.py lets its compiler use them (not DEV=NV)
+def has_wgmma() -> bool: return Device.DEFAULT == "CUDA" and speaks_cuda() and renderer().target.arch == "sm_90"
 
 
 def wgmma(n: int) -> dict[str, object]:

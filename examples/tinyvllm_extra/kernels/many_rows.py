@@ -119,7 +119,7 @@ def launch_pack(operands: dict[str, UOp], tiles: Tiles) -> Launch:
 def new_flags(devices: str | tuple[str, ...]) -> Tensor | None:
   """Return flags for the blocks that share a tile, eight for each multiprocessor of each device: zeros, also after each
   kernel. None if the devices are not Hopper."""
-  if Device.DEFAULT != "CUDA" or not cuda_source.has_wgmma(): return None
+  if not cuda_source.has_wgmma(): return None
   from tinygrad.runtime.autogen import cuda   # slow to import
   device: Any = Device.default
   cuda.cuDeviceGetAttribute(ctypes.byref(count := ctypes.c_int()), 16, device.cu_device)   # multiprocessors

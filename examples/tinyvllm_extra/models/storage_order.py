@@ -1,4 +1,5 @@
-"""How kernels load weights: numpy arrays of W and of its scales, reordered and packed once at load."""
+"""Storage order of weights: numpy arrays of W and of its scales, reordered and packed once at load, as kernels read
+them."""
 from math import gcd
 
 import numpy as np

@@ -126,7 +126,7 @@ class Constraint:
     self.matcher = matcher
     self.num_words = -(-vocab_size // 32)
     self.tokenizer = tokenizer
-    start = len(tokenizer.encode("\n", False))   # without it, sentencepiece would add a space
+    start = len(tokenizer.encode("\n", False))   # at the start, sentencepiece would add a space
     self.escapes = {tokenizer.encode("\n" + opening, False)[start]: ends for opening, ends in escapes.items()}
     self.ends = opened or None    # markers that end free text; None: the format applies
     self.ids: list[int] = []      # free text so far
