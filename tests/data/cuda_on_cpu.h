@@ -65,6 +65,7 @@ template <bool> struct Number { typedef _Float16 type; };
 template <> struct Number<true> { typedef __bf16 type; };
 typedef Number<TYPE[0] == 'b'>::type half;   // TYPE: "f16" or "bf16"
 inline float half_of(unsigned pair, int i) { return (float)__builtin_bit_cast(half, (unsigned short)(pair >> 16 * i)); }
+inline float float_of(unsigned short x) { return (float)__builtin_bit_cast(_Float16, x); }
 inline unsigned pack(float low, float high) {
   return __builtin_bit_cast(unsigned short, (half)low) | (unsigned)__builtin_bit_cast(unsigned short, (half)high) << 16;
 }
@@ -84,11 +85,13 @@ inline unsigned transposed(unsigned x) {
   const auto number = [&](int from) { return all.at[from * 4 + row / 2] >> row % 2 * 16 & 0xffff; };
   return number(column) | number(column + 1) << 16;
 }
-inline unsigned scaled(unsigned x, unsigned bias, unsigned scale, unsigned offset) {
-  float y[2];
-  for (int i = 0; i < 2; i++)
-    y[i] = (half)(half_of(x, i) - half_of(bias, i)) * half_of(scale, i) + half_of(offset, i);
-  return pack(y[0], y[1]);
+inline unsigned scaled(unsigned x, unsigned bias, unsigned scale, unsigned offset) {   // of float16, whatever TYPE is
+  unsigned short y[2];
+  for (int i = 0; i < 2; i++) {
+    const auto at = [i](unsigned pair) { return float_of(pair >> 16 * i); };
+    y[i] = __builtin_bit_cast(unsigned short, (_Float16)((_Float16)(at(x) - at(bias)) * at(scale) + at(offset)));
+  }
+  return y[0] | (unsigned)y[1] << 16;
 }
 inline void copy_async(void* to, const void* from, int bytes = 16, bool is_needed = true) {
   if (!is_needed) return;

@@ -8,7 +8,7 @@ from tinygrad import Device, dtypes
 from tinyvllm.backend import cpu_cores
 from tinyvllm_extra.kernels import cuda_source, generic, tensor_cores
 from tinyvllm_extra.models import kv_cache
-from tinyvllm_extra.models.storage_order import MMA
+
 
 TOLERANCE = {"auto": 2e-3, "int8": 4e-3, "fp8": 4e-3}
 each_kind = pytest.mark.parametrize("kind", TOLERANCE)
@@ -25,7 +25,6 @@ def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(cuda_source, "run", cuda_on_cpu.run)
   monkeypatch.setattr(cuda_source, "speaks_cuda", lambda: True)
   monkeypatch.setattr(tensor_cores, "MIN_WORK_GROUPS", 3)
-  core = SimpleNamespace(dims=MMA, dtype_in=dtypes.half)
-  nvidia = SimpleNamespace(tensor_cores=[core], supported_dtypes=lambda: {dtypes.half})
-  for module in (tensor_cores, kv_cache): monkeypatch.setattr(module, "renderer", lambda: nvidia)
+  monkeypatch.setattr(cuda_source, "has_mma", lambda dtype: dtype != dtypes.float32)
+  monkeypatch.setattr(kv_cache, "renderer", lambda: SimpleNamespace(supported_dtypes=lambda: {dtypes.half}))
   if cpu_cores(): monkeypatch.setattr(tensor_cores, "LaneWriter", SingleLane)   # it has no work groups

@@ -7,6 +7,7 @@ import pytest
 from helpers.engines import LogitsRecorder
 from helpers.kernels import close, on_device, store_quantized
 from helpers.record_models import OPTIONS, make_prompts, make_weights, read, write_model
+from helpers.tensor_cores import run_on_cpu
 from safetensors.numpy import save_file
 from tinygrad import Device, TinyJit, dtypes
 from tinygrad.uop.ops import Ops
@@ -69,6 +70,12 @@ def test_chosen_experts_equal_numpy(kind, shape, tokens):
   for case in ("all", "half", "same"):
     ids = choose(min(tokens, 20) if SLOW else tokens, k, count, case)
     check(*make_experts(count, inputs, outputs, kind), ids, kind)
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("float16", 1), ("float16", 40), ("int4", 7), ("mxfp4", 40)])
+def test_experts_on_tensor_cores_equal_numpy(monkeypatch, kind, tokens):
+  run_on_cpu(monkeypatch)
+  for case in ("all", "same"): check(*make_experts.__wrapped__(8, 96, 48, kind), choose(tokens, 2, 8, case), kind)
 
 
 @pytest.mark.parametrize("tokens", [2, 20])

@@ -9,7 +9,7 @@ from helpers.reference import random_numbers
 from helpers.tensor_cores import run_on_cpu
 from tinygrad import Tensor, TinyJit, dtypes
 
-from tinyvllm_extra.kernels import cuda_source, many_rows, matmul
+from tinyvllm_extra.kernels import cuda_source, many_rows
 from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear
 from tinyvllm_extra.models.quantized import Quantized
 
@@ -28,7 +28,6 @@ def hopper(monkeypatch):
   reset = many_rows.current.set(None)
   if not IS_HOPPER:
     run_on_cpu(monkeypatch)
-    monkeypatch.setattr(matmul, "stored_shape", lambda N, K, _: (N // 16, K // 32, 2, 2, 8, 4, 2, 2))
     monkeypatch.setattr(many_rows, "new_flags", lambda devices: on_device(np.zeros(8 * 3, np.uint32)))
   yield
   many_rows.current.reset(reset)

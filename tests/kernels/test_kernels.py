@@ -10,18 +10,17 @@ from helpers.tensor_cores import run_on_cpu
 from tinygrad import Device, dtypes
 
 from tinyvllm.backend import scatter_kernel
-from tinyvllm_extra.kernels import generic as attention, many_rows, matmul
+from tinyvllm_extra.kernels import cuda_source, generic as attention, many_rows
 from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear, FastNorm
 from tinyvllm_extra.models.storage_order import reorder
-from tinyvllm_extra.formats.quantization import Quantized
+from tinyvllm_extra.formats.quantization import Quantized, dequantize, quantize
 
 KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}   # dtype, tolerance for rounding
 SLOW = Device.DEFAULT == "PYTHON"
-TENSOR_CORES = "sm_" in str(Device.default.renderer.target)   # CUDA, or the interpreter with CUDA's tensor cores
+TENSOR_CORES = Device.DEFAULT == "CUDA"
 lacks_half = dtypes.float16 not in Device.default.renderer.supported_dtypes()   # the interpreter before Python 3.12
-if lacks_half and not TENSOR_CORES: del KINDS["float16"]
+if lacks_half: del KINDS["float16"]
 kinds = pytest.mark.parametrize("kind", KINDS)
-needs_tensor_cores = pytest.mark.skipif(not TENSOR_CORES, reason="this device has no tensor cores")
 
 
 def normal(*shape: int, kind: str = "float32", seed: int = 0) -> np.ndarray:
@@ -57,13 +56,6 @@ def test_linear_equals_numpy_for_every_batch_size(inputs, outputs, kind):
     if i % 2 == 0: close(layer(on_device(x)), multiply(layer, weight, x), KINDS[kind][1])
 
 
-@needs_tensor_cores
-@pytest.mark.parametrize("inputs", [96, 160])
-def test_split_k_equals_numpy_for_uneven_splits(inputs):
-  (layer, weight), x = make_layer("float16", inputs, 32), normal(128, inputs, kind="float16")
-  close(layer(on_device(x), dtype=dtypes.float32), multiply(layer, weight, x), KINDS["float16"][1])
-
-
 @kinds
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (40, 24), (32, 17)])
 def test_rows_returns_stored_weights_and_zeros_out_of_range(inputs, outputs, kind):
@@ -88,23 +80,25 @@ def test_gate_up_equals_numpy_and_is_one_tensor_core_kernel(inputs, size, bias, 
 
 
 def set_min_groups(monkeypatch, count):
-  tiles = {key: [x._replace(min_groups=count) for x in tiles] for key, tiles in many_rows.TILES.items()}
-  monkeypatch.setattr(many_rows, "TILES", tiles)
+  tiles = {key: [x._replace(min_groups=count) for x in tiles] for key, tiles in many_rows.TABLES.items()}
+  monkeypatch.setattr(many_rows, "TABLES", tiles)
 
 
 @pytest.fixture
-def use_many_rows(monkeypatch):
-  """Use the kernel for many rows even for one work group. Other devices than CUDA run its source on the CPU."""
+def sources(monkeypatch): run_on_cpu(monkeypatch)
+
+
+@pytest.fixture
+def use_many_rows(sources, monkeypatch):
+  """Use tiles for many rows even for one work group."""
   set_min_groups(monkeypatch, 1)
-  run_on_cpu(monkeypatch)
   flags = on_device(np.zeros(8, np.uint32))   # as on Hopper
   monkeypatch.setattr(FastLinear, "flags", flags)
   monkeypatch.setattr(many_rows, "new_flags", lambda devices: flags)
-  monkeypatch.setattr(matmul, "stored_shape", lambda N, K, _: (N // 16, K // 32, 2, 2, 8, 4, 2, 2))
 
 
 def check_many_rows(layer: FastLinear, weight: np.ndarray, rows: int, parts: int = 1) -> None:
-  """Check the kernel for many rows. parts: the partial sums that it returns (split-K)."""
+  """Check the kernel for tensor cores. parts: the partial sums that it returns (split-K)."""
   x = normal(rows, weight.shape[1], kind="float16")
   assert many_rows.choose_tiles(layer, on_device(x))
   pairs = zip(np.split(weight, parts, 1), np.split(x, parts, 1), strict=True)
@@ -122,12 +116,21 @@ def test_many_rows_kernel_equals_numpy(use_many_rows, rows, inputs, outputs, bia
   check_many_rows(*make_layer("float16", inputs, outputs, bias, layer_class), rows)
 
 
-def test_many_rows_kernel_in_bfloat16_equals_numpy(use_many_rows):
-  x, weight = normal(64, 96), normal(128, 96, seed=1) / 4
+@pytest.mark.parametrize(("rows", "inputs", "outputs", "layer_class"), [
+  (1, 64, 48, FastLinear), (3, 1184, 64, FastGateUp), (8, 96, 4096, FastLinear), (9, 608, 32, FastLinear),
+  (17, 96, 48, FastGateUp), (40, 96, 3232, FastLinear), (70, 64, 48, FastLinear)])
+def test_any_number_of_rows_equals_numpy(sources, rows, inputs, outputs, layer_class):
+  """The cases have uneven parts of K, and parts without inputs."""
+  check_many_rows(*make_layer("float16", inputs, outputs, True, layer_class), rows)
+
+
+@pytest.mark.parametrize(("rows", "bits"), [(64, 0), (3, 0), (3, 8)])
+def test_kernel_for_tensor_cores_in_bfloat16_equals_numpy(use_many_rows, rows, bits):
+  x, weight = normal(rows, 96), normal(128, 96, seed=1) / 4
   layer = FastLinear(96, {"w": 128}, False, dtypes.bfloat16)
-  layer.weight = on_device(reorder(weight, layer.weight.shape)).cast(dtypes.bfloat16).realize()
-  output = layer(on_device(x).cast(dtypes.bfloat16)).float()
-  close(output, x @ weight.T, 2e-2)
+  if bits: store_quantized(layer, quantize(weight, bits))
+  else: layer.weight = on_device(reorder(weight, layer.weight.shape)).cast(dtypes.bfloat16).realize()
+  close(layer(on_device(x).cast(dtypes.bfloat16)).float(), x @ weight.T, 2e-2)
 
 
 @pytest.mark.parametrize(("rows", "min_work_groups", "parts"), [
@@ -140,8 +143,8 @@ def test_many_rows_kernel_split_k_equals_numpy(use_many_rows, monkeypatch, rows,
 @pytest.mark.parametrize("bits", [8, 4, "e4m3"])
 @pytest.mark.parametrize(("rows", "inputs", "outputs", "group", "layer_class"), [
   (128, 96, 128, 32, FastLinear), (64, 256, 128, 64, FastGateUp), (32, 320, 64, 32, FastLinear),
-  (32, 64, 64, 64, FastGateUp), (16, 96, 32, 96, FastLinear), (48, 64, 64, 32, FastLinear),
-  (64, 256, 192, 64, FastGateUp), (64, 256, 48, 64, FastLinear)])
+  (32, 64, 64, 64, FastGateUp), (16, 96, 32, 96, FastLinear), (48, 64, 64, 16, FastLinear),
+  (64, 256, 192, 64, FastGateUp), (64, 256, 48, 64, FastLinear), (5, 128, 64, 8, FastLinear)])
 def test_many_rows_kernel_quantized_equals_numpy(use_many_rows, bits, rows, inputs, outputs, group, layer_class):
   layer, rng = layer_class(inputs, {"w": outputs}, False, dtypes.float16), np.random.default_rng(1)
   q, numbers = random_numbers(rng, (outputs, inputs), bits)
@@ -153,13 +156,27 @@ def test_many_rows_kernel_quantized_equals_numpy(use_many_rows, bits, rows, inpu
   check_many_rows(layer, weight, rows)
 
 
+@pytest.mark.parametrize(("groups", "factor"), [(4, 1), (3, 2e7)])
+def test_scales_that_tensor_cores_cannot_use_select_the_generic_layout(monkeypatch, groups, factor):
+  """Groups of 24 inputs, and scales above float16's range."""
+  monkeypatch.setattr(cuda_source, "has_mma", lambda dtype: True)
+  layer = FastLinear(96, {"w": 32}, False, dtypes.float16)
+  assert layer.weight.ndim == 8
+  q = np.random.default_rng(0).integers(-127, 128, (32, 96)).astype(np.int8)
+  w = Quantized(q, (1 + np.arange(32 * groups).reshape(32, groups)).astype(np.float32) * factor, None, np.arange(96))
+  store_quantized(layer, w)
+  x = normal(2, 96) / (1000 * factor)
+  close(layer(on_device(x)), x @ dequantize(w, np.float32).T, 2e-3)
+
+
 def test_shared_tiles_fit_shared_memory():
-  for is_quantized, candidates in many_rows.TILES.items():
+  for key, candidates in many_rows.TABLES.items():
     for tiles in candidates:
-      weight_bytes = tiles.outputs * (32 + 4 if is_quantized else 64)   # int8 with scales and offsets
+      weight_bytes = tiles.outputs * (32 + 4 if key == "quantized" else 64)   # int8 with scales and offsets
       limit = (96 if tiles.max_groups > 132 else 227) * 1024
       assert tiles.buffers > 2 and tiles.deep * tiles.buffers * (tiles.rows * 64 + weight_bytes) <= limit
-      assert tiles.outputs <= 256 and tiles.wide * tiles.high >= 2, "one warp copies scales, another one offsets"
+      assert tiles.outputs <= 256
+      assert tiles.deep == 1 or tiles.deep * tiles.rows * tiles.outputs * 4 <= limit   # of sums
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:

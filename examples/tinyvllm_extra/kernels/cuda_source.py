@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tinygrad import Device, Tensor, UOp, dtypes
-from tinygrad.dtype import AddrSpace
+from tinygrad.dtype import AddrSpace, DType
 from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 
@@ -23,6 +23,11 @@ ARGUMENTS = {   # types of operands by name; HAS_... tells a source whether a ke
 
 # Whether kernels are compiled from CUDA C++ and may contain its statements
 def speaks_cuda() -> bool: return isinstance(renderer(), CUDARenderer)
+
+
+def has_mma(dtype: DType) -> bool:
+  """Return whether kernels may multiply numbers of this dtype with the statement mma of tensor_cores.cuh."""
+  return speaks_cuda() and ((8, 16, 16), dtype) in [(core.dims, core.dtype_in) for core in renderer().tensor_cores]
 
 
 # Whether the device has warpgroup products (Hopper), and tinygrad_patches.py lets its compiler use them (not DEV=NV)

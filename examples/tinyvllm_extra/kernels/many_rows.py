@@ -1,4 +1,4 @@
-"""Matrix products of many rows of x on NVIDIA tensor cores: linear_many.cu and, on Hopper, wgmma.cu."""
+"""Matrix products on NVIDIA tensor cores: linear.cu and, on Hopper, wgmma.cu."""
 import contextvars, ctypes, functools, json, math, pathlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING: from .matmul import FastLinear
 
 ACTIVATIONS = {"": "x", "silu": "x / (1 + __expf(-(x)))",   # by method of Tensor
                "gelu": "x / (1 + __expf(x * (-1.5957691f - 0.0713548f * x * x)))"}
-MAX_SPLITS = 8   # maximum split-K of linear_many.cu
+MAX_SPLITS = 8   # maximum split-K of linear.cu
 SHARED_BYTES = 230400   # shared memory of a Hopper multiprocessor, less the barriers
 COUNT = TOKENS.num_words + 1   # row of `tokens` that holds the number of tokens, see tensor_cores.add_query_tiles
 # The tokens of the step whose layers are traced, see tensor_cores.add_query_tiles. Products skip rows of padding, so
@@ -37,7 +37,7 @@ class Tiles(NamedTuple):
   wide: int     # warps along the outputs
   high: int     # warps along the rows
   buffers: int  # buffers of 32 inputs for asynchronous copies, of all groups up to 96 KiB; 0: wgmma.cu
-  min_groups: int = 192   # numbers of work groups for which linear_many.cu is the fastest
+  min_groups: int = 192   # numbers of work groups for which linear.cu is the fastest
   max_groups: int = 2**31
   deep: int = 1           # groups of warps that divide K
   splits: int = 1         # work groups per sum (split-K)
@@ -49,63 +49,83 @@ class Tiles(NamedTuple):
   def rows(self) -> int: return 8 * self.t * self.high
 
 
-TABLES = json.loads(pathlib.Path(__file__).with_name("tiles.json").read_text())
-# The first one with a fitting number of work groups is used. Quantized: fewer warps share the same outputs, as each
-# warp dequantizes its own. With at most 132 work groups, the multiprocessors of an H100 or H200, smaller ones would
-# leave some idle, and each may use all shared memory. Measured on both cards (tests/benchmarks/LOG.md)
-TILES = {key == "quantized": [Tiles(*x) for x in TABLES[key]] for key in ("floats", "quantized")}
+TABLES = {key: [Tiles(*sizes) for sizes in table] for key, table in
+          json.loads(pathlib.Path(__file__).with_name("tiles.json").read_text()).items()}
+# The first ones with a fitting number of work groups are used, those for few rows also if there are fewer than their
+# rows. Quantized: fewer warps share the same outputs, as each warp dequantizes its own. With at most 132 work groups,
+# the multiprocessors of an H100 or H200, smaller ones would leave some idle, and each may use all shared memory.
+# Measured on both cards (tests/benchmarks/LOG.md)
 WGMMA = [Tiles(1, 32, 8, 1, 0), Tiles(1, 16, 8, 1, 0)]
 
 
-def choose_tiles(layer: "FastLinear", x: Tensor) -> Tiles | None:
-  """Return the tiles for x, (T, K), or None if another kernel is faster, or if W or x has another format: x and scales
-  must be float16, and scales must cover whole iterations of 32 inputs."""
-  (T, K), N, scales = x.max_shape, layer.out_features, layer.scales.values()
-  fits = all(x.dtype == s.dtype == dtypes.half and K // 32 % s.max_shape[1] == 0 for s in scales)
-  if layer.weight.ndim not in (5, 8) or not cuda_source.speaks_cuda() or not fits: return None
-  fitting = [x for x in WGMMA if T % x.rows == 0 == K % 64]
-  if fitting and layer.flags is not None and current_tokens(T) is not None: return fitting[0]
-  limit = math.gcd(K // 32, MAX_SPLITS) if layer.axis == 1 and layer.bias is None else 1
-  tiles = [x for x in TILES[bool(scales)] if layer.flags is not None or x.max_groups > 132]
-  candidates = [x._replace(splits=n) for x in tiles for n in range(1, limit + 1) if limit % n == 0]
-  return next((x for x in candidates if T % x.rows == 0 == N % x.outputs and K // 32 % (x.deep * x.splits) == 0
-               and x.min_groups <= T // x.rows * (N // x.outputs) * x.splits <= x.max_groups), None)
+def choose_tiles(layer: "FastLinear", x: Tensor, row_groups: Tensor | None = None) -> Tiles | None:
+  """Return the tiles for x, (T, K), or None if W is not in the layout for tensor cores. row_groups: see
+  schedule.Routes."""
+  (T, K), N, num_groups, limit = x.max_shape, layer.out_features // layer.num_experts, 1, 1
+  if layer.weight.ndim < 5: return None
+  if row_groups is not None: num_groups, T = row_groups.max_shape[0], max(1, row_groups.max_shape[1] - 1)
+  else:
+    fitting = [x for x in WGMMA if T % x.rows == 0 == K % 64]
+    if fitting and layer.flags is not None and current_tokens(T) is not None: return fitting[0]
+    if layer.axis == 1 and layer.bias is None: limit = math.gcd(K // 32, MAX_SPLITS)
+
+  def fits(x: Tiles) -> bool:
+    has_memory = layer.flags is not None or x.max_groups != 132   # Hopper's
+    fits_rows = x.rows >= min(T, 64) if x._replace(splits=1) in TABLES["few"] else T % x.rows == 0
+    blocks = -(-T // x.rows) * num_groups * (N // x.outputs) * x.splits
+    return has_memory and fits_rows and N % x.outputs == 0 and x.min_groups <= blocks <= x.max_groups
+  tiles = TABLES["quantized" if layer.scales else "floats"] + TABLES["few"]
+  return next(filter(fits, [x._replace(splits=n) for x in tiles for n in range(1, limit + 1) if limit % n == 0]))
 
 
-def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles, activation: str) -> Tensor:
+def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles, activation: str,
+             row_groups: Tensor | None = None) -> Tensor:
   """Return `out` with x @ W.T + bias or a GateUp's activations: (T, N), or with split-K one (T, N) per split, stacked
-  along the first axis. Rows of the step's padding are undefined."""
-  tokens, scratch = current_tokens(x.max_shape[0]), {}
+  along the first axis. Rows of the step's padding are undefined. row_groups: see schedule.Routes."""
+  tokens, scratch = current_tokens(x.max_shape[0]) if row_groups is None else None, {}
   if layer.flags is not None and not tiles.buffers:
     x = cuda_source.run(functools.partial(launch_pack, tiles=tiles), out=new(x, *x.max_shape), x=x, tokens=tokens)[0]
     num_sums = int(layer.flags.shape[0]) * 16 * tiles.rows   # 128 per row for each block
     scratch = {"partial": new(x, num_sums, dtype=dtypes.float32), "flags": layer.flags}
-  launch = functools.partial(launch_many, number_format=layer.number_format, activation=activation, tiles=tiles)
+  launch = functools.partial(launch_linear, number_format=layer.number_format, activation=activation, tiles=tiles)
   return cuda_source.run(launch, out=out, weight=layer.weight, x=x, tokens=tokens, **scratch, **layer.scales,
-                         bias=layer.bias)[0]
+                         bias=layer.bias, row_groups=row_groups)[0]
 
 
-def launch_many(operands: dict[str, UOp], number_format: NumberFormat, activation: str, tiles: Tiles) -> Launch:
-  """Return the launch of linear_many.cu, or of wgmma.cu if the tiles have no buffers."""
-  shapes = {name: x.max_shape for name, x in operands.items()}
-  N, (T, K) = shapes["weight"][0] * 16, shapes["x"]
+def sizes_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
+  """Return sizes of a product for a source. row_groups: see schedule.Routes; their groups have COUNT rows."""
+  (T, K), (rows, width), outputs = shapes["x"], shapes["out"], shapes["weight"][0] * 16
+  num_groups, row_group = shapes.get("row_groups", (1, 0))
+  if not row_group: rows, width = T, outputs
+  return {"T": T, "K": K, "N": width, "EXPERTS": outputs // width, "ROWS_OUT": rows, "NUM_GROUPS": num_groups,
+          "ROW_GROUP": row_group, "COUNT": max(1, row_group - 1) if row_group else T,
+          "GROUPS": shapes.get("scale", (0, 1))[1]}
+
+
+def launch_linear(operands: dict[str, UOp], number_format: NumberFormat, activation: str, tiles: Tiles) -> Launch:
+  """Return the launch of linear.cu, or of wgmma.cu if the tiles have no buffers."""
+  shapes, bits = {name: x.max_shape for name, x in operands.items()}, number_format.bits
+  sizes = sizes_of(shapes)
+  N, K, count = sizes["N"], sizes["K"], sizes["COUNT"]
   definitions: dict[str, object] = {
-    "N": N, "K": K, "BITS": number_format.bits, "IS_FLOAT": int(number_format.is_float),
-    "BIAS": int(np.float16(number_format.bias).view(np.uint16)) * 0x10001, "GROUPS": shapes.get("scale", (0, 0))[1],
-    "TYPE": f'"{cuda_source.TYPES[operands["x"].dtype]}"', "ROWS": tiles.rows, "OUTPUTS": tiles.outputs,
-    "IS_FLOAT32": int(operands["out"].dtype == dtypes.float32), "ACTIVATION": int(bool(activation)),
-    "ACTIVATED(x)": ACTIVATIONS[activation], "ROWS_OF_STEP": f"tokens[{COUNT * T}]" if "tokens" in operands else T}
+    **sizes, "BITS": bits, "IS_FLOAT": int(number_format.is_float), "ROWS": tiles.rows, "OUTPUTS": tiles.outputs,
+    "BIAS": int(np.float16(number_format.bias).view(np.uint16)) * 0x10001,
+    "TYPE": f'"{cuda_source.TYPES[operands["x"].dtype]}"', "IS_FLOAT32": int(operands["out"].dtype == dtypes.float32),
+    "ACTIVATION": int(bool(activation)), "ACTIVATED(x)": ACTIVATIONS[activation],
+    "ROWS_OF_STEP": f"tokens[{COUNT * count}]" if "tokens" in operands else count}
   if tiles.buffers:
-    buffer = tiles.rows * 64 + tiles.outputs * 4 * (number_format.bits + (number_format.bits < 16))   # bytes
-    definitions |= {"N_TILES": tiles.n, "T_TILES": tiles.t, "WIDE": tiles.wide, "HIGH": tiles.high,
-                    "BUFFERS": tiles.buffers, "BUFFER": buffer, "DEEP": tiles.deep}
-    groups, rings = (T // tiles.rows, N // tiles.outputs, tiles.splits), tiles.deep * tiles.buffers * buffer
+    row_tiles, sets = -(-count // tiles.rows), max(1, sizes["GROUPS"] * 32 // K)
+    buffer = tiles.rows * 64 + tiles.outputs * 4 * (bits + (bits < 16) * sets)   # bytes
+    ring = max(tiles.buffers * buffer, tiles.rows * tiles.outputs * 4 * (tiles.deep > 1))   # finally holds sums
+    definitions |= {"N_TILES": tiles.n, "T_TILES": tiles.t, "WIDE": tiles.wide, "HIGH": tiles.high, "DEEP": tiles.deep,
+                    "BUFFERS": tiles.buffers, "BUFFER": buffer, "RING": ring, "ROW_TILES": row_tiles}
+    blocks = row_tiles * sizes["NUM_GROUPS"], N // tiles.outputs, tiles.splits
     threads = 32 * tiles.wide * tiles.high * tiles.deep
-    return Launch(f"linear_many_{N}_{K}", "linear_many.cu", definitions, groups, threads, rings)
-  stage = tiles.rows * 128 + 1024 * number_format.bits
+    return Launch(f"linear_{N}_{K}", "linear.cu", definitions, blocks, threads, tiles.deep * ring)
+  stage = tiles.rows * 128 + 1024 * bits
   definitions |= {"STAGES": SHARED_BYTES // stage, **cuda_source.wgmma(tiles.rows)}
-  groups, shared_bytes = (shapes["flags"][0] // 8, 1, 1), SHARED_BYTES // stage * stage + 2048
-  return Launch(f"wgmma_{tiles.rows}_{N}_{K}", "wgmma.cu", definitions, groups, 384, shared_bytes)
+  blocks, shared_bytes = (shapes["flags"][0] // 8, 1, 1), SHARED_BYTES // stage * stage + 2048
+  return Launch(f"wgmma_{tiles.rows}_{N}_{K}", "wgmma.cu", definitions, blocks, 384, shared_bytes)
 
 
 def launch_pack(operands: dict[str, UOp], tiles: Tiles) -> Launch:

@@ -1,5 +1,5 @@
-"""Matrix multiplication x @ W.T and RMS norm as UOps with a fixed schedule: linear_tc and linear_many for tensor cores,
-linear for all other devices. Each kernel defines its loops, the work of each thread and its stores."""
+"""Linear layers, with CUDA sources for tensor cores, a C source for 8 bits on a CPU, and linear_kernel for all other
+devices; RMS norm. A kernel in UOps defines its loops, the work of each thread and its stores."""
 import functools
 from collections.abc import Callable, Sequence
 from math import gcd
@@ -14,8 +14,8 @@ from tinyvllm import backend
 from tinyvllm.backend import cpu_cores, renderer
 from tinyvllm.llama import Checkpoint
 from tinyvllm_extra.models.experts import group_by_expert
-from tinyvllm_extra.models.quantized import Matrix, UNQUANTIZED, Quantized, half_of
-from tinyvllm_extra.models.storage_order import (MMA, STORED, pack_numbers, pack_words, prepare_scales, reorder,
+from tinyvllm_extra.models.quantized import Matrix, UNQUANTIZED, Quantized, narrow
+from tinyvllm_extra.models.storage_order import (STORED, pack_numbers, pack_words, prepare_scales, reorder,
                                                  scales_shape, stored_shape)
 from tinyvllm_extra.models.stored_weights import stored_weights
 
@@ -28,9 +28,6 @@ from .schedule import (Operands, Routes, add_up, axes, axis, call, divisor, end,
 from .shards import local_ids, partial_sums
 
 PREFETCH = 4096   # bytes that a CPU core prefetches ahead of its current weights
-# A lane's elements of w, x and the sum, by four axes numbered from 6: which pair of 4 inputs, half of 16 outputs,
-# input in the pair, and one of two rows of x
-ELEMENTS = tuple(tuple(enumerate(extents, 6)) for extents in ((2, 2, 2, 1), (2, 1, 2, 1), (1, 2, 1, 2)))
 
 
 class FastLinear(backend.Linear):
@@ -39,10 +36,11 @@ class FastLinear(backend.Linear):
   order: Tensor | None = None   # (in,) int32: input of each column of W, if permuted (GPTQ)
   flags: Tensor | None = None   # see many_rows.new_flags
   has_8bit_inputs = False   # products use linear_8bit.c
+  num_experts = 1   # matrices that are stacked in W
 
   def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType, axis: int = 0):
     super().__init__(in_features, sources, bias, dtype, axis)
-    self.weight = Tensor.empty(*stored_shape(self.out_features, in_features, dtype), dtype=dtype)
+    self.weight = Tensor.empty(*stored_shape(self.out_features, in_features, cuda_source.has_mma(dtype)), dtype=dtype)
     if bias: self.bias = Tensor.empty(self.out_features, dtype=dtypes.float32)
     self.scales: dict[str, Tensor] = {}   # scale and offset of a quantized W, see Operands
 
@@ -67,13 +65,19 @@ class FastLinear(backend.Linear):
     self.flags = many_rows.new_flags(self.weight.device)
 
   def store_quantized(self, quantized: list[Quantized], place: Callable[..., Tensor]) -> None:
-    shape, dtype = self.weight.max_shape, self.weight.dtype
+    scales = {"scale": [prepare_scales(w, self.weight.dtype) for w in quantized],
+              "offset": [w.offset for w in quantized if w.offset is not None]}
+    if self.weight.ndim == 8:   # scales in float16, each of a part or a multiple of 32 inputs, else the generic layout
+      halves = {name: [narrow(x, False) for x in arrays] for name, arrays in scales.items()}
+      fits = all(x.dtype == np.float16 for arrays in halves.values() for x in arrays)
+      (N, K), groups = quantized[0].q.shape, quantized[0].scale.shape[1]
+      if fits and gcd(K // groups, 32) in (32, K // groups): scales = halves
+      else: self.weight = Tensor.empty(N // 16, K, 16, dtype=self.weight.dtype)
+    shape = self.weight.max_shape
     self.number_format = quantized[0].number_format
     self.weight = place([pack_words(w.q) if self.has_8bit_inputs else pack_numbers(self.ordered(w.q), shape)
                          for w in quantized])
     if self.has_8bit_inputs and self.bias is not None: self.bias = self.bias.float().contiguous().realize()
-    scales = {"scale": [prepare_scales(w, dtype) for w in quantized],
-              "offset": [w.offset for w in quantized if w.offset is not None]}
     self.scales = {name: place([reorder(self.ordered(x), scales_shape(shape, x.shape[1])) for x in arrays])
                    for name, arrays in scales.items() if arrays}
     order = quantized[0].order
@@ -94,11 +98,10 @@ class FastLinear(backend.Linear):
       scratch = new(x, cpu_cores() * rows * 2 * x.max_shape[1], dtype=dtypes.uint8)   # q, scales and sums of x
       launch = functools.partial(launch_8bit, bits=self.number_format.bits, rows=rows, activation=activation)
       return cuda_source.run(launch, out=out, scratch=scratch, **tensors)[0]
-    kernel: Callable[[Operands], UOp] = linear_kernel if self.weight.ndim == 3 else tensor_core_linear_kernel
-    if row_groups is None and (tiles := many_rows.choose_tiles(self, x)):
-      return many_rows.multiply(self, out, x, tiles, activation)
+    if tiles := many_rows.choose_tiles(self, x, row_groups):
+      return many_rows.multiply(self, out, x, tiles, activation, row_groups)
     def run(operands: dict[str, UOp]) -> UOp:
-      return kernel(Operands(**operands, number_format=self.number_format, activation=activation))
+      return linear_kernel(Operands(**operands, number_format=self.number_format))
     return call(run, out=out, **tensors)[0]
 
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
@@ -122,7 +125,7 @@ class FastExperts(FastLinear):
   def __init__(self, num_experts: int, in_features: int, sources: dict[str, int], bias: bool, dtype: DType):
     super().__init__(in_features, sources, bias, dtype)
     self.num_experts = num_experts
-    tiles, *tile = stored_shape(self.out_features // num_experts, in_features, dtype)
+    tiles, *tile = stored_shape(self.out_features // num_experts, in_features, cuda_source.has_mma(dtype))
     self.weight = Tensor.empty(num_experts * tiles, *tile, dtype=dtype)
 
   def group_rows(self, ids: Tensor) -> Tensor:
@@ -194,85 +197,6 @@ def add_bias(operands: Operands, total: UOp, column: UOp) -> UOp:
   return total if operands.bias is None else total + operands.bias[column].cast(total.dtype)
 
 
-def store_tile(operands: Operands, total: UOp, t: UOp, n16: UOp, r: UOp, row: UOp) -> UOp:
-  """Return the store of a lane's sums for output tile n16. r: which half of the tile. With an activation, W is in
-  GateUp's order."""
-  out, column = operands.out, n16 * 16 + r * 8 + row
-  if not operands.activation: return store(out, add_bias(operands, total, column), t, column)
-  total = add_bias(operands, total, r * out.shape[1] + n16 * 8 + row)
-  # Separate the halves; tinygrad simplifies the zeros away
-  gate, up = [r.eq(i).where(total, 0).reduce(r, arg=Ops.ADD) for i in range(2)]
-  return store(out, getattr(gate, operands.activation)() * up, t, n16 * 8 + row)
-
-
-class Lane:
-  """A lane of a warp that multiplies 16 outputs by 8 rows of x on tensor cores. It loads 8 neighbours out of 32
-  inputs and their weights, 4 at a time. In mma.m16n8k16 (PTX ISA) it has 8 elements of w, 4 of x and 4 of the sum."""
-  def __init__(self, operands: Operands, routes: Routes):
-    self.operands, self.routes = operands, routes
-    self.K32 = operands.weight.max_shape[1]
-    self.column, self.row = axes(2, 4, 8, axis_type=AxisType.LOCAL)   # lane = row * 4 + column
-    self.h, self.r, self.p, self.e = axes(6, 2, 2, 2, 2, axis_type=AxisType.UPCAST)
-
-  def product(self, n16: UOp, first: UOp, k: UOp) -> UOp:
-    """Return the products of 8 rows, from `first`, over 32 inputs, zeros after the last one."""
-    x, weight = self.operands.x, self.operands.weight
-    first_input = (k * 32 + self.column * 8).valid(k < self.K32)
-    inputs = [x[self.routes.source(first + self.row), first_input + i * 4 + self.h * 2 + self.p] for i in range(2)]
-    def times(w: list[UOp]) -> UOp:
-      zero = UOp.const((0.0,) * 4, dtypes.float32)
-      return add_up([UOp.wmma(*pair, zero, MMA, "CUDA", 32, ELEMENTS) for pair in zip(w, inputs, strict=True)])
-    k = k.minimum(self.K32 - 1)
-    if self.operands.scale is None:
-      return times([weight[n16, k, i, self.h, self.row, self.column, self.r, self.p] for i in range(2)])
-    return self.scaled(times, n16, k, self.operands.scale)
-
-  def scaled(self, times: Callable[[list[UOp]], UOp], n16: UOp, k: UOp, scale: UOp) -> UOp:
-    """Multiply by a quantized W."""
-    weight, number_format = self.operands.weight, self.operands.number_format
-    group_size = self.K32 * 32 // scale.max_shape[1]
-    index = n16, (k * 32 + self.column * 8) // group_size, self.row, self.r
-    scale, offset = scale[index], 0 if self.operands.offset is None else self.operands.offset[index]
-    # Scale the sums if there are few rows, else the weights
-    scales_sums = self.routes.num_rows <= 8 and group_size % 32 == 0 and self.operands.x.dtype == dtypes.half
-    pair, in_word = self.h * 2 + self.r, 16 // number_format.bits
-    words = [weight[n16, k, self.row, self.column, (i * 4 + pair) // in_word] for i in range(2)]
-    q = [half_of(number_format.pair(word, pair, not scales_sums), self.p) for word in words]
-    if not scales_sums:
-      return times([((y - number_format.bias) * scale + offset).cast(self.operands.x.dtype) for y in q])
-    if number_format.is_float: return times(q) * scale.float()
-    # 1 for each element of w, in a form that tinygrad does not simplify to a constant without axes
-    element = pair * 2 + self.p
-    one = (element * element - element * 7 < 1).where(UOp.const(1.0, dtypes.half), UOp.const(0.0, dtypes.half))
-    return times(q) * (scale.float() * 2**24) + times([one, one]) * (offset - scale.float() * number_format.zero_point)
-
-
-@functools.cache   # greedy and sampled steps share kernels
-def tensor_core_linear_kernel(operands: Operands) -> UOp:
-  """Multiply on tensor cores. A warp computes tiles of 16 outputs by 8 rows of x over one split of the inputs."""
-  routes = Routes(operands, 10, AxisType.GLOBAL)
-  T, N16 = routes.num_rows, routes.num_tiles
-  lane = Lane(operands, routes)
-  # Maximum rows of x, outputs and bits per weight; then tiles of 16 outputs and of 8 rows per warp, warps per sum
-  # (split-K), and steps of 32 inputs per iteration. Measured on an H200, one row on an H100 (tests/benchmarks/LOG.md)
-  n_tiles, t_tiles, splits, steps = next(
-    tiles for max_rows, max_outputs, max_bits, *tiles in many_rows.TABLES["linear_tc"]
-    if max_rows >= T and max_outputs >= N16 * 16 and max_bits >= operands.number_format.bits)
-  n_tiles = gcd(N16, n_tiles)
-  iterations = -(-lane.K32 // splits)   # per warp; the last warp may have fewer
-  splits = -(-lane.K32 // iterations)
-  # With a single iteration tinygrad 0.14 may drop the condition k < K32
-  steps = gcd(iterations, steps) if iterations > steps else 1
-  t, n = axes(0, -(-T // 8) // t_tiles, N16 // n_tiles, axis_type=AxisType.GLOBAL)
-  k = (axis(iterations // steps, 5) * splits + axis(splits, 4, AxisType.GROUP_REDUCE)) * steps
-
-  def tile(n16: UOp, first: UOp) -> UOp:
-    total = fold(add_up([lane.product(n16, first, k + step) for step in range(steps)]))
-    return store_tile(operands, total, routes.target(first + lane.column * 2 + lane.e), n16, lane.r, lane.row)
-  stores = [tile(routes.first_tile + n * n_tiles + i, (t * t_tiles + j) * 8) for i, j in np.ndindex(n_tiles, t_tiles)]
-  return kernel_of("linear_tc", UOp.group(*stores), ())
-
-
 def prefetch(operands: Operands, n: UOp, k: UOp, count: int) -> UOp:
   """Prefetch the weights of `count` inputs, PREFETCH bytes after input k's, and return 0."""
   weight, in_element = operands.weight, operands.number_format.in_element
@@ -286,7 +210,7 @@ def prefetch(operands: Operands, n: UOp, k: UOp, count: int) -> UOp:
 def linear_kernel(operands: Operands) -> UOp:
   """Multiply in one pass over the weights: the weights of 16 outputs stay in the cache for all rows of x. A CPU keeps
   as many sums of 16 lanes as fit in its registers, for several rows of x or, with few rows, several splits."""
-  routes = Routes(operands, 1)
+  routes = Routes(operands)
   T, K, lanes = routes.num_rows, operands.x.max_shape[1], operands.weight.max_shape[2]
   group_size = K if operands.scale is None else K // operands.scale.max_shape[1]
   is_simd = cpu_cores() and lanes == 16

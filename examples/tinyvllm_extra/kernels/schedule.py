@@ -115,7 +115,7 @@ class ScoreOptions:
 
 
 class Operands(NamedTuple):
-  """The operands of a matrix kernel: out = x @ W.T + bias or, with an activation, activation(gate) * up of it."""
+  """The operands of linear_kernel: out = x @ W.T + bias."""
   out: UOp                        # (rows, columns)
   x: UOp                          # (T, K)
   weight: UOp                     # W in a stored shape, see stored_shape
@@ -124,14 +124,13 @@ class Operands(NamedTuple):
   bias: UOp | None = None         # (N,)
   row_groups: UOp | None = None   # (G, 1 + rows) int32, see Routes
   number_format: NumberFormat = UNQUANTIZED   # format of W's numbers
-  activation: str = ""            # name of GateUp's activation function
 
 
 class Routes:
   """Rows of x and out in a multiplication by W, or by one of several matrices stacked in W, the experts. Then
   row_groups, (G, 1 + rows), holds each group's expert and its rows of out; a missing row is out's number of rows.
   (G, 1) holds the expert of each row of out. Consecutive rows of out are products of the same row of x."""
-  def __init__(self, operands: Operands, axis_id: int, axis_type: AxisType = AxisType.WEAK):
+  def __init__(self, operands: Operands):
     out, x, weight, self.row_groups = operands.out, operands.x, operands.weight, operands.row_groups
     self.num_targets, self.num_sources = out.max_shape[0], x.max_shape[0]
     self.num_rows = self.num_sources
@@ -139,8 +138,8 @@ class Routes:
     self.first_tile: UOp | int = 0
     if self.row_groups is None: return
     self.num_rows = max(1, self.row_groups.max_shape[1] - 1)
-    self.num_tiles = out.max_shape[1] // (weight.max_shape[2] if len(weight.shape) == 3 else 16)
-    self.group = axis(self.row_groups.shape[0], axis_id, axis_type)
+    self.num_tiles = out.max_shape[1] // weight.max_shape[2]
+    self.group = axis(self.row_groups.shape[0], 1, AxisType.WEAK)
     self.first_tile = self.load(0) % (weight.max_shape[0] // self.num_tiles) * self.num_tiles
 
   def load(self, column: UOp | int) -> UOp:

@@ -25,6 +25,7 @@ DEVICE void copy_async(void* to, const void* from, int bytes = 16, bool is_neede
 DEVICE void commit_copies() { PTX("cp.async.commit_group;" ::); }
 template <int PENDING> DEVICE void wait_for_copies() { PTX("cp.async.wait_group %0;" :: "n"(PENDING)); }
 DEVICE float power_of_2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DEVICE float float_of(u16 half) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(half)); return y; }
 DEVICE u32 pack(float low, float high) {
   u32 y;
   asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
@@ -52,15 +53,16 @@ DEVICE void load_weights(u32 (*w)[4], const char* from, u32 scales, u32 offsets)
     else q = BITS == 8 ? (q & 0x7f007f) << 7 | (q & 0x800080) << 8 : (q & 0x70007) << 9 | (q & 0x80008) << 12;
     const int half = i % 2 ? 0x3232 : 0x1010;   // of the output
     y = scaled(q, BIAS, __byte_perm(scales, 0, half), __byte_perm(offsets, 0, half));
+    if (TYPE[0] == 'b') y = pack(float_of(y), float_of(y >> 16));
   }
 }
-// Stores the sums of 8 rows, from `row` and before `end`, and 16 outputs, plus bias; of a GateUp its activations
-DEVICE void store(char* out, const float* sums, const float* bias, int n16, int row, int end) {
-  const int lane = threadIdx.x % 32, odd = lane % 2, r = row + lane / 4;
+// Stores the sums of 8 rows, those before `end`, and 16 outputs, plus bias; of a GateUp its activations
+template <class Row> DEVICE void store(char* out, const float* sums, const float* bias, int n16, Row row, int end) {
+  const int lane = threadIdx.x % 32, odd = lane % 2, r = row(lane / 4);
   float d[4];
   UNROLL for (int e = 0; e < 4; e++) {
     const int column = ACTIVATION ? e / 2 * (N / 2) + n16 * 8 + lane / 4 : n16 * 16 + e / 2 * 8 + lane / 4;
-    const int own = row + lane % 4 * 2 + e % 2;
+    const int own = row(lane % 4 * 2 + e % 2);
     d[e] = sums[e] + (HAS_BIAS ? bias[column] : 0);
     if (IS_FLOAT32 && own < end) ((float*)out)[(size_t)own * N + column] = d[e];
   }

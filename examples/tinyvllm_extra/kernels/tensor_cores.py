@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 
-from tinyvllm.backend import TOKENS, renderer
+from tinyvllm.backend import TOKENS
 from tinyvllm.config import ModelConfig
 from tinyvllm_extra.models import kv_cache
-from tinyvllm_extra.models.storage_order import MMA
 from tinyvllm_extra.options import LLMConfig
 
 from . import cuda_source, generic
@@ -35,9 +34,8 @@ def kv_layout(model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple
   element = layout[0][1]
   heads, D = model.num_key_value_heads, model.head_dim
   fits_model = config.block_size == BS and D in (32, 64, 96, 128) and model.num_attention_heads <= 16 * heads
-  fits_device = cuda_source.speaks_cuda() and (MMA, dtype) in [(c.dims, c.dtype_in) for c in renderer().tensor_cores]
   # tinygrad does not combine bfloat16 loads
-  if not fits_model or not fits_device or dtype != dtypes.half: return layout
+  if not fits_model or dtype != dtypes.half or not cuda_source.has_mma(dtype): return layout
   n = 1 if dtype == element else 4   # dimensions per element
   return [((heads, D // 32, BS, 32 // n), element), ((heads, D // n, BS), element), *layout[2:]]
 

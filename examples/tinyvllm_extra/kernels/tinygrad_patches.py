@@ -4,13 +4,13 @@ import functools, importlib.metadata, os, pathlib, shutil, tempfile, threading
 from collections.abc import Callable
 from typing import Any
 
-from tinygrad import Device, UOp, dtypes, helpers
+from tinygrad import Device, UOp, helpers
 from tinygrad.device import BufferSpec, LRUAllocator
 from tinygrad.engine import realize
 from tinygrad.engine.jit import CapturedJit
-from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer
+from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.runtime.ops_cpu import CPUAllocator
-from tinygrad.uop.ops import Ops, PatternMatcher, UPat
+from tinygrad.uop.ops import Ops
 
 from tinyvllm.backend import cpu_cores, renderer
 from tinyvllm.config import logger
@@ -41,7 +41,6 @@ def apply(compiler: str) -> None:
     use_dynamic_shared_memory()
     compiler = compile_machine_code() or compiler
   lock_allocators()
-  load_whole_words()
   skip_shapes_of_slices()
   keep_kernels_on_disk(compiler)
 
@@ -120,23 +119,6 @@ def compile_machine_code() -> str | None:
   compiler.ptx = helpers.DEBUG >= 5   # tinygrad prints PTX only
   compiler.compile_options[0] = f"--gpu-architecture={compiler.arch.replace('sm_90', 'sm_90a')}"   # has wgmma
   return getattr(nvrtc.dll, "_name", None)
-
-
-@functools.cache
-def load_whole_words() -> None:
-  """Render a float16 vector made of the halves of uint32 words as one bitcast. Otherwise compilers split and join the
-  words. Checked with 0.14.0. Remove when CUDARenderer does this."""
-  rules = PatternMatcher([(UPat(Ops.STACK, dtypes.half, name="x"), whole_words)])
-  CUDARenderer.string_rewrite = rules + CUDARenderer.string_rewrite
-
-
-def whole_words(ctx: CUDARenderer, x: UOp) -> str | None:
-  """Return the C++ of a vector that consists of the halves of words, or None for other vectors."""
-  words = [half.src[0].src[0] for half in x.src[::2] if half.op is Ops.BITCAST and half.src[0].op is Ops.CAST]
-  upper = UOp.const(16).cast(dtypes.uint32)
-  halves = [half for word in words for half in (word, word.alu(Ops.SHR, upper))]
-  if x.src != tuple(half.cast(dtypes.uint16).bitcast(dtypes.half) for half in halves): return None
-  return f"tg_bitcast<{ctx.render_type(x)}>(make_uint{len(words)}({', '.join(ctx[word] for word in words)}))"
 
 
 def num_compiled() -> int:

@@ -103,6 +103,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) NAME(ARGUMENTS) {
       if (lane == 0) *flag = 0;   // for the next launch
     }
     UNROLL for (int j = 0; j < ROWS / 8; j++)
-      if (n16 < N / 16) store(out, sums + j * 4, bias, n16, row_tile * ROWS + j * 8, rows);
+      if (n16 < N / 16) store(out, sums + j * 4, bias, n16, [&](int r) { return row_tile * ROWS + j * 8 + r; }, rows);
   }
 }

@@ -27,27 +27,16 @@ class NumberFormat:
   def value(self, element: UOp, k: UOp) -> UOp:
     """Return the number of input k in float32. element: of W, not for tensor cores, which holds that input."""
     if self.bits == 4: element = element.cast(dtypes.uint32) >> (k % 8 * 4).cast(dtypes.uint32) & 15
-    return half_of(self.pair(element, UOp.const(0)), UOp.const(0)).float() if self.is_float else element.float()
-
-  def pair(self, word: UOp, i: UOp, has_bias: bool = True) -> UOp:
-    """Decode pair i of a word, which has the same bits in both halves, to two float16, as a word: small floats, or
-    integers with bias, else times 2**-24 (subnormal float16 bits)."""
-    pair = word.cast(dtypes.uint32) >> (i % (16 // self.bits) * self.bits).cast(dtypes.uint32)
-    if self.is_float and self.bits == 4: return (pair & 0x70007) << 9 | (pair & 0x80008) << 12
-    if self.is_float: return (pair & 0x7f007f) << 7 | (pair & 0x800080) << 8
-    pair = pair & (2**self.bits - 1) * 0x10001
-    return pair | 0x64006400 if has_bias else pair
+    if not self.is_float: return element.float()
+    bits = element.cast(dtypes.uint32)   # of the small float, then of float16
+    bits = (bits & 7) << 9 | (bits & 8) << 12 if self.bits == 4 else (bits & 0x7f) << 7 | (bits & 0x80) << 8
+    return bits.cast(dtypes.uint16).bitcast(dtypes.half).float()
 
 
 NUMBER_FORMATS = {   # by the dtype of q
   np.dtype(np.int8): NumberFormat(8, np.uint32, zero_point=128), np.dtype(np.uint8): NumberFormat(4, np.uint32),
   E4M3: NumberFormat(8, np.int32, factor=2**8), E2M1: NumberFormat(4, np.int32, factor=2**14)}
 UNQUANTIZED = NumberFormat(16, np.uint32)   # floats, which are not packed
-
-
-def half_of(pair: UOp, p: UOp) -> UOp:
-  """Return one of the two float16 of a word."""
-  return (pair >> (p * 16).cast(dtypes.uint32)).cast(dtypes.uint16).bitcast(dtypes.half)
 
 
 class Quantized(NamedTuple):

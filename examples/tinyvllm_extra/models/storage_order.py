@@ -6,19 +6,16 @@ import numpy as np
 from tinygrad import dtypes, helpers
 from tinygrad.dtype import DType
 
-from tinyvllm.backend import renderer
-
 from .quantized import E2M1, NUMBER_FORMATS, Quantized, narrow
 
-MMA = (8, 16, 16)   # the tensor core used here: n, m, k
 # Storage order of the axes of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), and of scales, by ndim
 STORED = {3: (0, 2, 1), 4: (0, 3, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
 
 
-def stored_shape(out_features: int, in_features: int, dtype: DType) -> tuple[int, ...]:
-  """Return W's stored shape for x of this dtype, where neighbouring lanes read neighbours in memory."""
+def stored_shape(out_features: int, in_features: int, has_tensor_cores: bool) -> tuple[int, ...]:
+  """Return W's stored shape, where neighbouring lanes read neighbours in memory."""
   tile = gcd(out_features, 16)
-  if tile == 16 and in_features % 32 == 0 and (MMA, dtype) in [(c.dims, c.dtype_in) for c in renderer().tensor_cores]:
+  if tile == 16 and in_features % 32 == 0 and has_tensor_cores:
     return out_features // 16, in_features // 32, 2, 2, 8, 4, 2, 2
   return out_features // tile, in_features, tile
 

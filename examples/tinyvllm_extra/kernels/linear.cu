@@ -1,0 +1,88 @@
+// out = x @ W.T + bias, also of groups of rows with an expert each: a block multiplies OUTPUTS outputs by ROWS rows
+// over a part of K (split-K). WIDE x HIGH warps share x, W and its scales in a ring of buffers with 32 inputs each. One
+// barrier suffices, as the buffer being written was read one iteration ago. Missing rows, and iterations after the last
+// one, are zeros. DEEP such groups of warps, each with a ring, divide the block's part of K, and add up their sums.
+#define THREADS (32 * WIDE * HIGH)
+#define SCALES (ROWS * 64 + OUTPUTS / 16 * W_BYTES)   // bytes of x and W, after which the scales are
+#define SETS max(1, GROUPS * 32 / K)   // scales of an output in 32 inputs
+
+extern "C" __global__ void __launch_bounds__(THREADS * DEEP) NAME(ARGUMENTS) {
+  OMITTED
+  extern __shared__ __align__(128) char memory[];
+  const int part = threadIdx.x / THREADS, own = threadIdx.x % THREADS, lane = own % 32, warp = own / 32;
+  const int* group = row_groups + blockIdx.x / ROW_TILES * ROW_GROUP;
+  const int expert = HAS_ROW_GROUPS ? group[0] % EXPERTS : 0, row = blockIdx.x % ROW_TILES * ROWS;
+  auto target = [&](int r) {   // row of `out`, without split-K
+    if (COUNT % ROWS && r >= COUNT) return ROWS_OUT;
+    return ROW_GROUP > 1 ? group[1 + r] : ROW_GROUP ? (int)blockIdx.x / ROW_TILES : r;
+  };
+  if (row >= ROWS_OF_STEP || target(row) >= ROWS_OUT) return;
+  const int first = expert * (N / 16) + blockIdx.y * (OUTPUTS / 16), ring = part * RING;   // tile of 16
+  const int tile = warp / HIGH * N_TILES, run = warp % HIGH * T_TILES;   // first tile and run of 8 rows of the warp
+  const int share = blockIdx.z * DEEP + part, shares = gridDim.z * DEEP, steps = (K / 32 + shares - 1) / shares;
+  const int begin = share * (K / 32) / shares, end = (share + 1) * (K / 32) / shares;
+  int source[(ROWS * 4 + THREADS - 1) / THREADS];   // rows of x that the thread copies
+  UNROLL for (int j = 0; j < ROWS * 4; j += THREADS) {
+    const int t = target(row + (j + own) / 4);
+    source[j / THREADS] = t < ROWS_OUT ? t / (ROWS_OUT / T) : -1;
+  }
+  auto load = [&](int i, int n) {   // iteration i + n of the part; i is a multiple of BUFFERS
+    const int k = begin + i, size = W_BYTES / 16, bytes = k + n < end ? 16 : 0;
+    char* to = memory + ring + n % BUFFERS * BUFFER;
+    UNROLL for (int j = 0; j < ROWS * 4; j += THREADS) {
+      const int c = j + own, t = source[j / THREADS];
+      const char* from = x + ((size_t)max(t, 0) * K + c % 4 * 8 + k * 32) * 2;
+      copy_async(to + c * 16, from + n * 64, t < 0 ? 0 : bytes, c < ROWS * 4);
+    }
+    UNROLL for (int j = 0; j < OUTPUTS / 16 * size; j += THREADS) {
+      const int c = j + own;
+      const char* from = weight + ((size_t)(first + c / size) * (K / 32) + k) * W_BYTES + c % size * 16;
+      copy_async(to + ROWS * 64 + c * 16, from + n * W_BYTES, bytes, c < OUTPUTS / 16 * size);
+    }
+    // The first warp copies scales, the last one offsets; a word has two outputs
+    UNROLL for (int c = lane; c < OUTPUTS / 8 * SETS; c += 32) {
+      const int at = ((first + c / 2 / SETS) * GROUPS + (k + n) * GROUPS / (K / 32)) * 8 + c % (2 * SETS) * 4;
+      if (HAS_SCALE) copy_async(to + SCALES + c * 16, scale + at, bytes, warp == 0);
+      char* const offsets = to + SCALES + OUTPUTS * 2 * SETS + c * 16;
+      if (HAS_OFFSET) copy_async(offsets, offset + at, bytes, warp == WIDE * HIGH - 1);
+    }
+    commit_copies();
+  };
+  float sums[N_TILES][T_TILES][4] = {};
+  UNROLL for (int i = 0; i < BUFFERS - 1; i++) load(0, i);
+  for (int i = 0; i < steps; i += BUFFERS) UNROLL for (int buffer = 0; buffer < BUFFERS; buffer++) {
+    wait_for_copies<BUFFERS - 2>();
+    if (THREADS > 32) __syncthreads(); else __syncwarp();
+    load(i, buffer + BUFFERS - 1);
+    const char* from = memory + ring + buffer * BUFFER;
+    u32 w[N_TILES][2][4];
+    UNROLL for (int n = 0; n < N_TILES; n++) {
+      const u32* stored = (const u32*)(from + SCALES) + ((tile + n) * SETS + lane % 4 * SETS / 4) * 8 + lane / 4;
+      const u32 scales = HAS_SCALE ? *stored : 0, offsets = HAS_OFFSET ? stored[OUTPUTS / 2 * SETS] : 0;
+      load_weights(w[n], from + ROWS * 64 + (tile + n) * W_BYTES, scales, offsets);
+    }
+    UNROLL for (int t = 0; t < T_TILES; t++) {
+      const uint4 inputs = ((const uint4*)from)[(run + t) * 32 + lane];
+      UNROLL for (int n = 0; n < N_TILES; n++) {
+        mma(sums[n][t], w[n][0], inputs.x, inputs.y);
+        mma(sums[n][t], w[n][1], inputs.z, inputs.w);
+      }
+    }
+  }
+  if (DEEP > 1) {
+    wait_for_copies<0>();
+    __syncthreads();
+    UNROLL for (int i = 0; i < N_TILES * T_TILES * 4; i++)
+      ((float*)(memory + ring))[i * THREADS + own] = (&sums[0][0][0])[i];
+    __syncthreads();
+    if (part > 0) return;
+    for (int other = 1; other < DEEP; other++)
+      UNROLL for (int i = 0; i < N_TILES * T_TILES * 4; i++)
+        (&sums[0][0][0])[i] += ((float*)(memory + other * RING))[i * THREADS + own];
+  }
+  UNROLL for (int i = 0; i < N_TILES * T_TILES; i++) {
+    const int n = i / T_TILES, t = i % T_TILES, n16 = blockIdx.y * (OUTPUTS / 16) + tile + n;
+    auto to = [&](int r) { return (int)blockIdx.z * ROWS_OUT + target(row + (run + t) * 8 + r); };
+    store(out, sums[n][t], bias + expert * N, n16, to, (blockIdx.z + 1) * ROWS_OUT);
+  }
+}
