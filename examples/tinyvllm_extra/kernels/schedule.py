@@ -131,29 +131,23 @@ class Routes:
   row_groups, (G, 1 + rows), holds each group's expert and its rows of out; a missing row is out's number of rows.
   (G, 1) holds the expert of each row of out. Consecutive rows of out are products of the same row of x."""
   def __init__(self, operands: Operands):
-    out, x, weight, self.row_groups = operands.out, operands.x, operands.weight, operands.row_groups
-    self.num_targets, self.num_sources = out.max_shape[0], x.max_shape[0]
-    self.num_rows = self.num_sources
-    self.num_tiles = weight.max_shape[0]
+    out, weight, self.row_groups = operands.out, operands.weight, operands.row_groups
+    self.num_targets, self.num_sources = out.max_shape[0], operands.x.max_shape[0]
+    self.num_rows = self.num_sources if self.row_groups is None else max(1, self.row_groups.max_shape[1] - 1)
+    self.num_tiles = out.max_shape[1] // weight.max_shape[2]
     self.first_tile: UOp | int = 0
     if self.row_groups is None: return
-    self.num_rows = max(1, self.row_groups.max_shape[1] - 1)
-    self.num_tiles = out.max_shape[1] // weight.max_shape[2]
     self.group = axis(self.row_groups.shape[0], 1, AxisType.WEAK)
-    self.first_tile = self.load(0) % (weight.max_shape[0] // self.num_tiles) * self.num_tiles
-
-  def load(self, column: UOp | int) -> UOp:
-    assert self.row_groups is not None
-    return self.row_groups[self.group, column].load().cast(dtypes.weakint)
+    expert = self.row_groups[self.group, 0].load().cast(dtypes.weakint)
+    self.first_tile = expert % (weight.max_shape[0] // self.num_tiles) * self.num_tiles
 
   def target(self, t: UOp) -> UOp:
     """Return row t of a group as a row of out."""
     if self.row_groups is None: return t
-    row = self.load(1 + t.minimum(self.num_rows - 1)) if self.row_groups.max_shape[1] > 1 else self.group
-    return (t < self.num_rows).where(row, self.num_targets)
+    if self.row_groups.max_shape[1] == 1: return self.group
+    return self.row_groups[self.group, 1 + t].load().cast(dtypes.weakint)
 
   def source(self, t: UOp) -> UOp:
     """Return row t of a group, or the last row if it has fewer, as a row of x."""
-    t = t.minimum(self.num_rows - 1)
     if self.row_groups is None: return t
     return (self.target(t) // (self.num_targets // self.num_sources)).maximum(0).minimum(self.num_sources - 1)
