@@ -44,16 +44,12 @@ def kv_layout(model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple
 def tile_size(T: int) -> int: return 64 if T <= 512 and not cuda_source.has_wgmma() else 128
 
 
-def is_own_layout(cache: list[Tensor]) -> bool: return cache[0].ndim == 5
-
-
 def attend(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor, num_heads: int,
            scale: float = 0, window: int = 0, cap: float = 0, sinks: Tensor | None = None) -> Tensor:
   """Like Backend.attend, for both layouts. tokens: for tensor cores, see `add_query_tiles`."""
   options = ScoreOptions(scale, window, cap)
-  writer = LaneWriter if is_own_layout(cache) else generic.HeadWriter
+  writer, attend_to = (LaneWriter, read) if cache[0].ndim == 5 else (generic.HeadWriter, generic.read)
   q, cache = generic.rotate_and_write(qkv, cache, rope, tokens, num_heads, writer)
-  attend_to = read if is_own_layout(cache) else generic.read
   return attend_to(q, cache, tokens, block_tables, options, [] if sinks is None else [sinks]).flatten(1)
 
 
