@@ -17,8 +17,7 @@ PINNED = BufferSpec(host=True)
 
 
 def device_name(device: CUDADevice) -> str:
-  name = ctypes.create_string_buffer(256)
-  check(cuda.cuDeviceGetName(name, 256, device.cu_device))
+  name = init_c_var(ctypes.c_char * 256, lambda x: check(cuda.cuDeviceGetName(x, 256, device.cu_device)))
   return name.value.decode()
 
 

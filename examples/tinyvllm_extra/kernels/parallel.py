@@ -34,8 +34,7 @@ def check_peers(count: int) -> None:
   if device_type != "CUDA": return
   from .cuda import can_access_peer
   available = Device.default.count()
-  text = f"tensor_parallel_size={count} must be at most {available}, the number of {device_type} devices"
-  check(count <= available, text)
+  check(count <= available, f"tensor_parallel_size={count} must be at most {available}, the number of CUDA devices")
   devices: list[Any] = [Device[name] for name in device_names(count)]
   for reader, owner in itertools.permutations(devices, 2):
     why = f": {reader.device} cannot read {owner.device}'s memory (nvidia-smi topo -p2p r)"
