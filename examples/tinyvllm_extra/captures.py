@@ -12,7 +12,7 @@ from tinyvllm.scheduler import BlockManager
 
 from .cache.snapshots import SnapshotScheduler
 from .graph_policy import PROMPT, PaddedGraphs, sizes_of
-from .kernels.tinygrad_patches import num_compiled
+from .kernels.kernel_cache import KernelFolder
 from .options import LLMConfig
 
 FIRST_SIZE = 32   # minimum tokens of the step that is captured first, which runs short prompts and decodes
@@ -41,7 +41,7 @@ def capture(engine: Engine, sizes: list[int], variants: Collection[Variant]) -> 
   "" once the captured graphs can run all steps. Then another thread may run steps, which have fewer tokens until all
   sizes are captured."""
   started = time.perf_counter()
-  num_kernels = num_compiled()
+  num_kernels = KernelFolder.compiled
   if isinstance(engine.backend.graphs, PaddedGraphs): engine.backend.graphs.capture_sizes = sizes
   first = min([size for size in sizes if size >= FIRST_SIZE], default=max(sizes, default=0))
   keys = [GraphKey(size, min(size, engine.runner.max_rows), *variant) for size in sizes for variant in variants]
@@ -61,7 +61,7 @@ def capture(engine: Engine, sizes: list[int], variants: Collection[Variant]) -> 
     engine.scheduler.config = engine.config
     gc.unfreeze()
   logger.info(f"captured {len(steps)} steps in {time.perf_counter() - started:.1f} s, "
-              f"{num_compiled() - num_kernels} new kernels")
+              f"{KernelFolder.compiled - num_kernels} new kernels")
 
 
 class PacedScheduler(SnapshotScheduler):

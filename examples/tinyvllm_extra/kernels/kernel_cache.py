@@ -26,7 +26,7 @@ class KernelFolder:
   compiles a new kernel in another thread while it lowers the next one."""
   path: pathlib.Path
   compiler: tuple     # name, size and modification time
-  compiled: int = 0   # kernels that were not in the folder
+  compiled = 0   # kernels of this process that were not in a folder; counted in the class
   thread = concurrent.futures.ThreadPoolExecutor(1, "tinyvllm-compiler")
 
   def __call__(self, linear: UOp) -> UOp:
@@ -49,7 +49,7 @@ class KernelFolder:
     with contextlib.suppress(OSError):   # no memory for a copy; this process lowers the rest
       for part in parts: children.append(os.fork() or self.lower(part))
     for child in children: os.waitpid(child, 0)
-    self.compiled += len(kernels)
+    KernelFolder.compiled += len(kernels)
 
   def lower(self, kernels: list[tuple[UOp, Renderer]]) -> int:
     """Write the kernels' files, and end this process. A kernel that fails does so again in the parent process."""
@@ -67,7 +67,7 @@ class KernelFolder:
     path = self.file(renderer, ast.key, ast.tag)
     with contextlib.suppress(OSError, zlib.error):   # the file is missing or damaged
       return functools.partial(pickle.loads, zlib.decompress(path.read_bytes()))
-    self.compiled += 1
+    KernelFolder.compiled += 1
     source_renderer = copy.copy(renderer)
     source_renderer.compiler = devices.Compiler()   # returns the source
     program = do_to_program(ast, source_renderer)

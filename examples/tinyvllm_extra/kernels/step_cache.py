@@ -14,7 +14,6 @@ from tinyvllm.runner import GraphKey, Runner
 from tinyvllm_extra.graph_policy import PaddedGraphs
 
 from .kernel_cache import KernelFolder, write
-from .tinygrad_patches import num_compiled
 
 # Packages whose code and objects may determine a step; a step with others is not stored, since they may change
 PACKAGES = {"tinyvllm", "tinyvllm_extra", "tinygrad", "builtins", "collections", "enum", "functools", "pathlib"}
@@ -107,7 +106,7 @@ class FewGraphs(PaddedGraphs):
     """Run a step. Restore or capture it first, and log that (with level DEBUG during startup)."""
     is_new = graph.cnt == 1
     start_time = time.perf_counter()
-    num_kernels = num_compiled()
+    num_kernels = KernelFolder.compiled
     stored = restore(runner, graph, key) if is_new else None
     results = graph()
     if stored: stored.save(graph.captured)
@@ -115,5 +114,5 @@ class FewGraphs(PaddedGraphs):
       self.captured.add((runner, key))
       Device.default.synchronize()
       logger.log(logging.DEBUG if self.capture_sizes else logging.INFO, f"captured a step of {key.num_tokens} tokens "
-                 f"in {time.perf_counter() - start_time:.1f} s, {num_compiled() - num_kernels} new kernels")
+                 f"in {time.perf_counter() - start_time:.1f} s, {KernelFolder.compiled - num_kernels} new kernels")
     return results

@@ -1,6 +1,6 @@
 """All patches of tinygrad itself. `apply` installs them when a device is opened; an import changes nothing. Each patch
 states its reason and when to remove it."""
-import functools, importlib.metadata, os, pathlib, shutil, tempfile, threading
+import functools, os, pathlib, shutil, tempfile, threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +16,7 @@ from tinyvllm.backend import cpu_cores, renderer
 from tinyvllm.config import logger
 
 from .cpu import AVX512, EXP2, CPUGraph, allocate, run_captured
-from .kernel_cache import KernelFolder
+from .kernel_cache import TINYGRAD, KernelFolder
 
 VERSION = "0.14.0"   # the patches were checked with it; for the next version, see examples/docs/tinygrad.md
 
@@ -52,8 +52,7 @@ def replace(owner: type, name: str, function: Callable) -> None:
 
 @functools.cache
 def check_version() -> None:
-  version = importlib.metadata.version("tinygrad")
-  if version != VERSION: logger.warning(f"tinygrad {version} is installed; tinyvllm needs tinygrad=={VERSION}")
+  if TINYGRAD != VERSION: logger.warning(f"tinygrad {TINYGRAD} is installed; tinyvllm needs tinygrad=={VERSION}")
 
 
 @functools.cache
@@ -119,11 +118,6 @@ def compile_machine_code() -> str | None:
   compiler.ptx = helpers.DEBUG >= 5   # tinygrad prints PTX only
   compiler.compile_options[0] = f"--gpu-architecture={compiler.arch.replace('sm_90', 'sm_90a')}"   # has wgmma
   return getattr(nvrtc.dll, "_name", None)
-
-
-def num_compiled() -> int:
-  """Return the number of kernels that this process compiled, because they were not on disk."""
-  return getattr(realize.lower_and_compile, "compiled", 0)
 
 
 @functools.cache
