@@ -23,6 +23,7 @@ HOPPER = ["init", "arrive", "wait", "wgmma", "copy", "publish", "is_published", 
 @functools.cache
 def compiled(source: str) -> ctypes.CDLL:
   """Compile a kernel's source with the header, without the functions that the header replaces."""
+  assert not {*re.findall(r"#define (\w+)", source)} & {*re.findall(r"template <\w+ (\w+)", source)}, "macros"
   for name in REPLACED + HOPPER:   # from its first line to one that ends with a brace
     pattern = rf"^(template <.*> )?DEVICE \w+ {name}\((.*\}}$|(.*\n)*?\}}$)"
     source, count = re.subn(pattern, "", source, count=1, flags=re.M)

@@ -172,7 +172,7 @@ def test_scales_that_tensor_cores_cannot_use_select_the_generic_layout(monkeypat
 def test_shared_tiles_fit_shared_memory():
   for key, candidates in many_rows.TABLES.items():
     for tiles in candidates:
-      weight_bytes = tiles.outputs * (32 + 4 if key == "quantized" else 64)   # int8 with scales and offsets
+      weight_bytes = tiles.outputs * (32 + 4 if "quantized" in key else 64)   # int8 with scales and offsets
       limit = (96 if tiles.max_groups > 132 else 227) * 1024
       assert tiles.buffers > 2 and tiles.deep * tiles.buffers * (tiles.rows * 64 + weight_bytes) <= limit
       assert tiles.outputs <= 256

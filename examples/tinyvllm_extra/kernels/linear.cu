@@ -2,9 +2,12 @@
 // over a part of K (split-K). WIDE x HIGH warps share x, W and its scales in a ring of buffers with 32 inputs each. One
 // barrier suffices, as the buffer being written was read one iteration ago. Missing rows, and iterations after the last
 // one, are zeros. DEEP such groups of warps, each with a ring, divide the block's part of K, and add up their sums.
+// With few rows, and a scale for 32 inputs, scaling their sums takes fewer instructions than scaling the weights.
 #define THREADS (32 * WIDE * HIGH)
 #define SCALES (ROWS * 64 + OUTPUTS / 16 * W_BYTES)   // bytes of x and W, after which the scales are
-#define SETS max(1, GROUPS * 32 / K)   // scales of an output in 32 inputs
+#define SETS (GROUPS * 32 > K ? GROUPS * 32 / K : 1)   // scales of an output in 32 inputs
+#define SCALES_SUMS (HAS_SCALE && T_TILES == 1 && SETS == 1)
+#define ONES (TYPE[0] == 'b' ? 0x3f803f80 : 0x3c003c00)
 
 extern "C" __global__ void __launch_bounds__(THREADS * DEEP) NAME(ARGUMENTS) {
   OMITTED
@@ -13,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(THREADS * DEEP) NAME(ARGUMENTS) {
   const int* group = row_groups + blockIdx.x / ROW_TILES * ROW_GROUP;
   const int expert = HAS_ROW_GROUPS ? group[0] % EXPERTS : 0, row = blockIdx.x % ROW_TILES * ROWS;
   auto target = [&](int r) {   // row of `out`, without split-K
-    if (COUNT % ROWS && r >= COUNT) return ROWS_OUT;
+    if (NUM_ROWS % ROWS && r >= NUM_ROWS) return ROWS_OUT;
     return ROW_GROUP > 1 ? group[1 + r] : ROW_GROUP ? (int)blockIdx.x / ROW_TILES : r;
   };
   if (row >= ROWS_OF_STEP || target(row) >= ROWS_OUT) return;
@@ -55,17 +58,26 @@ extern "C" __global__ void __launch_bounds__(THREADS * DEEP) NAME(ARGUMENTS) {
     if (THREADS > 32) __syncthreads(); else __syncwarp();
     load(i, buffer + BUFFERS - 1);
     const char* from = memory + ring + buffer * BUFFER;
-    u32 w[N_TILES][2][4];
+    u32 w[N_TILES][2][4], scales[N_TILES] = {}, offsets[N_TILES] = {};
     UNROLL for (int n = 0; n < N_TILES; n++) {
       const u32* stored = (const u32*)(from + SCALES) + ((tile + n) * SETS + lane % 4 * SETS / 4) * 8 + lane / 4;
-      const u32 scales = HAS_SCALE ? *stored : 0, offsets = HAS_OFFSET ? stored[OUTPUTS / 2 * SETS] : 0;
-      load_weights(w[n], from + ROWS * 64 + (tile + n) * W_BYTES, scales, offsets);
+      if (HAS_SCALE) scales[n] = *stored;
+      if (HAS_OFFSET) offsets[n] = stored[OUTPUTS / 2 * SETS];
+      load_weights<SCALES_SUMS>(w[n], from + ROWS * 64 + (tile + n) * W_BYTES, scales[n], offsets[n]);
     }
     UNROLL for (int t = 0; t < T_TILES; t++) {
       const uint4 inputs = ((const uint4*)from)[(run + t) * 32 + lane];
+      const u32 ones[4] = {ONES, ONES, ONES, ONES};
+      float of_x[4] = {};
+      if (SCALES_SUMS) { mma(of_x, ones, inputs.x, inputs.y); mma(of_x, ones, inputs.z, inputs.w); }
       UNROLL for (int n = 0; n < N_TILES; n++) {
-        mma(sums[n][t], w[n][0], inputs.x, inputs.y);
-        mma(sums[n][t], w[n][1], inputs.z, inputs.w);
+        float raw[4] = {}, *to = SCALES_SUMS ? raw : sums[n][t];
+        mma(to, w[n][0], inputs.x, inputs.y);
+        mma(to, w[n][1], inputs.z, inputs.w);
+        UNROLL for (int e = 0; e < 4 && SCALES_SUMS; e++) {
+          const float s = float_of(scales[n] >> e / 2 * 16), o = float_of(offsets[n] >> e / 2 * 16);
+          sums[n][t][e] += raw[e] * (s * (IS_FLOAT ? 1 : 1 << 24)) + of_x[e] * (o - s * ZERO_POINT);
+        }
       }
     }
   }

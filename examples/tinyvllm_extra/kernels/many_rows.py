@@ -32,8 +32,8 @@ def current_tokens(rows: int) -> Tensor | None:
 
 class Tiles(NamedTuple):
   """Sizes of a work group, whose warps share x and W in shared memory."""
-  n: int        # tiles of 16 outputs per warp
-  t: int        # tiles of 8 rows of x per warp
+  n_tiles: int  # tiles of 16 outputs per warp
+  t_tiles: int  # tiles of 8 rows of x per warp
   wide: int     # warps along the outputs
   high: int     # warps along the rows
   buffers: int  # buffers of 32 inputs for asynchronous copies, of all groups up to 96 KiB; 0: wgmma.cu
@@ -43,10 +43,10 @@ class Tiles(NamedTuple):
   splits: int = 1         # work groups per sum (split-K)
 
   @property
-  def outputs(self) -> int: return 16 * self.n * self.wide
+  def outputs(self) -> int: return 16 * self.n_tiles * self.wide
 
   @property
-  def rows(self) -> int: return 8 * self.t * self.high
+  def rows(self) -> int: return 8 * self.t_tiles * self.high
 
 
 TABLES = {key: [Tiles(*sizes) for sizes in table] for key, table in
@@ -71,11 +71,12 @@ def choose_tiles(layer: "FastLinear", x: Tensor, row_groups: Tensor | None = Non
 
   def fits(x: Tiles) -> bool:
     has_memory = layer.flags is not None or x.max_groups != 132   # Hopper's
-    fits_rows = x.rows >= min(T, 64) if x._replace(splits=1) in TABLES["few"] else T % x.rows == 0
+    fits_rows = x.rows >= min(T, 64) if x in few else T % x.rows == 0
     blocks = -(-T // x.rows) * num_groups * (N // x.outputs) * x.splits
     return has_memory and fits_rows and N % x.outputs == 0 and x.min_groups <= blocks <= x.max_groups
-  tiles = TABLES["quantized" if layer.scales else "floats"] + TABLES["few"]
-  return next(filter(fits, [x._replace(splits=n) for x in tiles for n in range(1, limit + 1) if limit % n == 0]))
+  many, few = [TABLES[f"{rows} {'quantized' if layer.scales else 'floats'}"] for rows in ("many", "few")]
+  split = [x._replace(splits=n) for x in many for n in range(1, limit + 1) if limit % n == 0]
+  return next(filter(fits, split + few))
 
 
 def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles, activation: str,
@@ -92,24 +93,23 @@ def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles, activati
                          bias=layer.bias, row_groups=row_groups)[0]
 
 
-def sizes_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
-  """Return sizes of a product for a source. row_groups: see schedule.Routes; their groups have COUNT rows."""
-  (T, K), (rows, width), outputs = shapes["x"], shapes["out"], shapes["weight"][0] * 16
-  num_groups, row_group = shapes.get("row_groups", (1, 0))
-  if not row_group: rows, width = T, outputs
+def sizes_of(operands: dict[str, UOp]) -> dict[str, int]:
+  """Return sizes of a product for a source. row_groups: see schedule.Routes; their groups have NUM_ROWS rows."""
+  shapes = {name: x.max_shape for name, x in operands.items()}
+  (T, K), outputs, (num_groups, row_group) = shapes["x"], shapes["weight"][0] * 16, shapes.get("row_groups", (1, 0))
+  rows, width = shapes["out"] if row_group else (T, outputs)
   return {"T": T, "K": K, "N": width, "EXPERTS": outputs // width, "ROWS_OUT": rows, "NUM_GROUPS": num_groups,
-          "ROW_GROUP": row_group, "COUNT": max(1, row_group - 1) if row_group else T,
+          "ROW_GROUP": row_group, "NUM_ROWS": max(1, row_group - 1) if row_group else T,
           "GROUPS": shapes.get("scale", (0, 1))[1]}
 
 
 def launch_linear(operands: dict[str, UOp], number_format: NumberFormat, activation: str, tiles: Tiles) -> Launch:
   """Return the launch of linear.cu, or of wgmma.cu if the tiles have no buffers."""
-  shapes, bits = {name: x.max_shape for name, x in operands.items()}, number_format.bits
-  sizes = sizes_of(shapes)
-  N, K, count = sizes["N"], sizes["K"], sizes["COUNT"]
+  bits, sizes = number_format.bits, sizes_of(operands)
+  N, K, count = sizes["N"], sizes["K"], sizes["NUM_ROWS"]
   definitions: dict[str, object] = {
-    **sizes, "BITS": bits, "IS_FLOAT": int(number_format.is_float), "ROWS": tiles.rows, "OUTPUTS": tiles.outputs,
-    "BIAS": int(np.float16(number_format.bias).view(np.uint16)) * 0x10001,
+    **sizes, **{name.upper(): n for name, n in tiles._asdict().items()}, "ROWS": tiles.rows, "OUTPUTS": tiles.outputs,
+    "BITS": bits, "ZERO_POINT": number_format.zero_point, "IS_FLOAT": int(number_format.is_float),
     "TYPE": f'"{cuda_source.TYPES[operands["x"].dtype]}"', "IS_FLOAT32": int(operands["out"].dtype == dtypes.float32),
     "ACTIVATION": int(bool(activation)), "ACTIVATED(x)": ACTIVATIONS[activation],
     "ROWS_OF_STEP": f"tokens[{COUNT * count}]" if "tokens" in operands else count}
@@ -117,14 +117,13 @@ def launch_linear(operands: dict[str, UOp], number_format: NumberFormat, activat
     row_tiles, sets = -(-count // tiles.rows), max(1, sizes["GROUPS"] * 32 // K)
     buffer = tiles.rows * 64 + tiles.outputs * 4 * (bits + (bits < 16) * sets)   # bytes
     ring = max(tiles.buffers * buffer, tiles.rows * tiles.outputs * 4 * (tiles.deep > 1))   # finally holds sums
-    definitions |= {"N_TILES": tiles.n, "T_TILES": tiles.t, "WIDE": tiles.wide, "HIGH": tiles.high, "DEEP": tiles.deep,
-                    "BUFFERS": tiles.buffers, "BUFFER": buffer, "RING": ring, "ROW_TILES": row_tiles}
+    definitions |= {"BUFFER": buffer, "RING": ring, "ROW_TILES": row_tiles}
     blocks = row_tiles * sizes["NUM_GROUPS"], N // tiles.outputs, tiles.splits
     threads = 32 * tiles.wide * tiles.high * tiles.deep
     return Launch(f"linear_{N}_{K}", "linear.cu", definitions, blocks, threads, tiles.deep * ring)
   stage = tiles.rows * 128 + 1024 * bits
   definitions |= {"STAGES": SHARED_BYTES // stage, **cuda_source.wgmma(tiles.rows)}
-  blocks, shared_bytes = (shapes["flags"][0] // 8, 1, 1), SHARED_BYTES // stage * stage + 2048
+  blocks, shared_bytes = (operands["flags"].max_shape[0] // 8, 1, 1), SHARED_BYTES // stage * stage + 2048
   return Launch(f"wgmma_{tiles.rows}_{N}_{K}", "wgmma.cu", definitions, blocks, 384, shared_bytes)
 
 

@@ -40,19 +40,21 @@ DEVICE u32 scaled(u32 x, u32 bias, u32 scale, u32 offset) {
 }
 
 #ifdef BITS
-// Loads the lane's weights of 32 inputs, see NumberFormat.pair. scales, offsets: float16, of its two outputs
+// Loads the lane's weights of 32 inputs, see storage_order.pack_numbers. scales, offsets: float16, of its two outputs.
+// RAW: without scales, and integers times 2^-24
 #define W_BYTES (64 * BITS)   // of 16 outputs and 32 inputs
-DEVICE void load_weights(u32 (*w)[4], const char* from, u32 scales, u32 offsets) {
+template <bool RAW = false> DEVICE void load_weights(u32 (*w)[4], const char* from, u32 scales, u32 offsets) {
   struct __align__(BITS * 2) Words { u32 at[BITS / 2]; };
   const int lane = threadIdx.x % 32;
   UNROLL for (int i = 0; i < 8; i++) {   // pairs
     u32& y = w[i / 4][i % 4];
     if (BITS == 16) { y = ((const u32*)from)[i / 2 * 64 + lane * 2 + i % 2]; continue; }
     u32 q = ((const Words*)from)[lane].at[i * BITS / 16] >> i % (16 / BITS) * BITS;
-    if (!IS_FLOAT) q = (q & ((1 << BITS % 16) - 1) * 0x10001) | 0x64006400;
+    if (!IS_FLOAT) q = (q & ((1 << BITS % 16) - 1) * 0x10001) | (RAW ? 0 : 0x64006400);
     else q = BITS == 8 ? (q & 0x7f007f) << 7 | (q & 0x800080) << 8 : (q & 0x70007) << 9 | (q & 0x80008) << 12;
     const int half = i % 2 ? 0x3232 : 0x1010;   // of the output
-    y = scaled(q, BIAS, __byte_perm(scales, 0, half), __byte_perm(offsets, 0, half));
+    const u32 own_scale = __byte_perm(scales, 0, half), own_offset = __byte_perm(offsets, 0, half);
+    y = RAW ? q : scaled(q, IS_FLOAT ? 0 : 0x64006400 + ZERO_POINT * 0x10001, own_scale, own_offset);
     if (TYPE[0] == 'b') y = pack(float_of(y), float_of(y >> 16));
   }
 }

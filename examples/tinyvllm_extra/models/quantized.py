@@ -22,7 +22,6 @@ class NumberFormat:
 
   in_element = property(lambda self: 8 if self.bits == 4 else 1)   # numbers per element of W, not for tensor cores
   is_float = property(lambda self: self.factor > 1)
-  bias = property(lambda self: 0 if self.is_float else 1024 + self.zero_point)   # decoded number - q
 
   def value(self, element: UOp, k: UOp) -> UOp:
     """Return the number of input k in float32. element: of W, not for tensor cores, which holds that input."""
