@@ -23,13 +23,9 @@ CAPTURES = "tinyvllm-capture"   # name of the thread that captures steps in adva
 EXP2 = """static inline float tv_exp2(float x) {
   x = x < -126.0f ? -126.0f : x > 128.0f ? 128.0f : x;
   int n = (int)(x + 128.5f) - 128;
-  float f = x - (float)n, p = 1.535336188319500e-4f;
-  p = p * f + 1.339887440266574e-3f;
-  p = p * f + 9.618437357674640e-3f;
-  p = p * f + 5.550332471162809e-2f;
-  p = p * f + 2.402264791363012e-1f;
-  p = p * f + 6.931472028550421e-1f;
-  p = p * f + 1.0f;
+  float f = x - (float)n;
+  float p = (((((1.535336188319500e-4f * f + 1.339887440266574e-3f) * f + 9.618437357674640e-3f) * f
+              + 5.550332471162809e-2f) * f + 2.402264791363012e-1f) * f + 6.931472028550421e-1f) * f + 1.0f;
   return p * __builtin_bit_cast(float, (n + 126) << 23) * 2.0f;
 }"""
 
