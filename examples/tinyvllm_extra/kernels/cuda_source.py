@@ -54,10 +54,6 @@ class Launch(NamedTuple):
   shared_bytes: int = 0
 
 
-@functools.cache
-def read(file: str) -> str: return pathlib.Path(__file__).with_name(file).read_text()
-
-
 def run(make: Callable[[dict[str, UOp]], Launch], **tensors: Tensor | None) -> list[Tensor]:
   """Return the tensors after a kernel. make: called with the operands of one device. tensors: by names of ARGUMENTS."""
   return call(functools.partial(program_of, make), **tensors)
@@ -74,8 +70,9 @@ def program_of(make: Callable[[dict[str, UOp]], Launch], operands: dict[str, UOp
     "OMITTED": " ".join(f"{kind} {x} = 0;" for x, kind in ARGUMENTS.items() if x not in operands),
     **{f"HAS_{x.upper()}": int(x in operands) for x in ARGUMENTS}, **launch.definitions}
   macros = [f"#define {key} {value}" for key, value in definitions.items()]
-  headers = ["tensor_cores.cuh", *["hopper.cuh"] * ("WGMMA" in definitions)]
-  source = "\n".join([*macros, *([EXP2] if is_c else map(read, headers)), read(launch.file)])
+  headers = [] if is_c else ["tensor_cores.cuh", *["hopper.cuh"] * ("WGMMA" in definitions)]
+  texts = [pathlib.Path(__file__).with_name(file).read_text() for file in (*headers, launch.file)]
+  source = "\n".join([*macros, *[EXP2] * is_c, *texts])
   written = tuple(i for i, x in enumerate(operands) if not ARGUMENTS[x].startswith("const"))
   arguments = UOp(Ops.LINEAR, src=tuple(x.base for x in operands.values()))
   info = ProgramInfo(name, launch.groups, (launch.threads, 1, 1), (core,) if is_c else (), slots, written, slots[1:],
