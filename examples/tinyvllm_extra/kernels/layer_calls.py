@@ -3,7 +3,6 @@ from tinygrad import Tensor, UOp, function, helpers, nn
 from tinygrad.uop.ops import Ops
 
 from tinyvllm.llama import Layer
-from tinyvllm_extra.models.layers import VariantLayer
 
 
 def flatten(x: Tensor) -> Tensor:
@@ -30,8 +29,7 @@ def run_layers(layers: list[Layer], x: Tensor, delta: Tensor, caches: list[list[
   for layer, cache in zip(layers, caches, strict=True):
     arguments = layer, x, delta, cache, ropes, tokens, block_tables
     buffers = helpers.dedup([t.uop for t in nn.state.get_parameters(arguments)])   # in the order of the call's inputs
-    options = layer.options if isinstance(layer, VariantLayer) else ()
-    key = type(layer), options, *[(t.shape, t.dtype) for t in buffers]
+    key = type(layer), getattr(layer, "options", ()), *[(t.shape, t.dtype) for t in buffers]   # see VariantLayer
     if key not in calls:
       calls[key] = call_layer(*arguments)[0].uop.src[0]
       assert calls[key].src[1:len(buffers) + 1] == (*buffers,), "the inputs of a call are in another order"
