@@ -23,8 +23,7 @@ def server(words_folder): yield from checked(LocalServer(words_folder, *FLAGS))
 def figures(out): return {name: float(value) for name, value in re.findall(r"^(\S.+?): +([\d.]+)\s*$", out, re.M)}
 
 
-@pytest.mark.parametrize("options,tests", [
-  ((), ["pp64", "tg64"]), (("-p", 20, "-n", 0), ["pp20"]), (("-n", 3, "-r", 1), ["pp64", "tg3"])])
+@pytest.mark.parametrize("options,tests", COMMANDS["bench tests"])
 def test_bench_prints_a_row_for_each_test_without_captures_in_it(words_folder, monkeypatch, options, tests):
   graphs, run = [], bench.run
   def spy(llm, *shape):

@@ -175,8 +175,7 @@ def test_environment_variables_set_flags_below_the_command_line(words_folder, wo
   assert run.stdout == f"the cat{text_of(words_llm)}\n"
 
 
-@pytest.mark.parametrize("name,value,code", [("PORT", "x", 2), ("PORT", "99999", 1), ("MAX_MODEL_LEN", "1", 1),
-                                             ("ENABLE_PREFIX_CACHING", "maybe", 2)])
+@pytest.mark.parametrize("name,value,code", COMMANDS["invalid variables"])
 def test_error_names_the_environment_variable(name, value, code):
   run = run_command("serve", **{f"TINYVLLM_{name}": value})
   assert run.returncode == code and f"TINYVLLM_{name}" in run.stderr.splitlines()[-1]

@@ -17,12 +17,14 @@ from helpers.data import DATA, read_data
 from helpers.gguf_files import write_gguf
 from helpers.models import tensor_shapes, tiny_config, tiny_model
 from helpers.record_models import write_model
-from tinygrad import dtypes, nn
+from tinygrad import dtypes, helpers, nn
 from tinygrad.device import ALL_DEVICES
 
 from tinyvllm import LLM, __version__, backend, config
-from tinyvllm_extra.cli import doctor
+from tinyvllm_extra.cli import doctor, tune
+from tinyvllm_extra.formats import tuned_file, tuning
 from tinyvllm_extra.formats.fit import estimate_fit, prequantized
+from tinyvllm_extra.kernels import matmul, schedule
 from tinyvllm_extra.kernels.drivers import DriverMemory
 
 GIB = 2**30
@@ -54,8 +56,7 @@ def test_probe_prints_the_reason_of_an_error(monkeypatch, capfd):
   assert doctor.reason_of(ValueError("first\nsecond")) == "first" and doctor.reason_of(KeyError()) == "KeyError()"
 
 
-@pytest.mark.parametrize("step,seconds,calls", [(0.001, 0, (3, 3)), (0.004, 0, (3, 3)), (0.001, 0.0085, (3, 11)),
-                                                (0.004, 0.0185, (3, 7))])
+@pytest.mark.parametrize("step,seconds,calls", CASES["calls of graphs"])
 def test_bandwidth_is_bytes_per_median_time(monkeypatch, step, seconds, calls):
   """A fast device, with less than 2 ms per read, reads the weights 16 times per measurement."""
   graphs, times = [mock.Mock(), mock.Mock()], itertools.count()
@@ -64,7 +65,7 @@ def test_bandwidth_is_bytes_per_median_time(monkeypatch, step, seconds, calls):
   result = doctor.bandwidth(backend.Linear, 2**20 + 99, dtypes.float16, seconds)
   rows = 2**20 // 4096 // 2 // 16 * 16
   assert result == pytest.approx(rows * 4096 * 2 / step * (16 if step < 2e-3 else 1))
-  assert tuple(graph.call_count for graph in graphs) == calls
+  assert [graph.call_count for graph in graphs] == calls
 
 
 def test_describe_returns_name_and_memory():
@@ -289,3 +290,47 @@ def test_unusable_gguf_exits_before_opening_a_backend(model_error, tmp_path):
   first.write_bytes(b"GGUF")
   assert f"{first} is not a readable GGUF file" in model_error(first)
   assert "nowhere.gguf is not a readable file" in model_error(tmp_path / "nowhere.gguf")
+  assert "model='Llama' must be a folder, a GGUF file or one of SmolLM2-135M, " in model_error("Llama")
+
+
+# --tune
+
+@pytest.fixture
+def tuned(monkeypatch, tmp_path):
+  """Return the path of the file of choices, in an empty folder."""
+  monkeypatch.setattr(helpers, "CACHEDB", str(tmp_path / "cache.db"))
+  monkeypatch.setattr(schedule, "choices", {})
+  tuned_file.path().parent.mkdir()
+  return tuned_file.path()
+
+
+@pytest.mark.parametrize("text,warning,choices", CASES["tuned"])
+def test_choices_of_other_devices_or_kernels_are_ignored(tuned, monkeypatch, caplog, text, warning, choices):
+  monkeypatch.setattr(tuned_file, "device_name", lambda device: "A CPU")
+  tuned.write_text(text.replace("HASH", tuned_file.kernels_hash()))
+  assert tuned_file.prepare_device() == schedule.choices == choices
+  assert warning in caplog.text and bool(warning) == bool(caplog.text)
+
+
+def test_tune_keeps_the_fastest_candidates_for_the_next_engine(tuned, monkeypatch, tmp_path):
+  folder = tiny_model(tmp_path, num_hidden_layers=1)
+  def run(*options, times=(2, 2, 2), rows=(16,)):   # with 8 sums, the built-in number, 4 and 16
+    with monkeypatch.context() as patch:
+      patch.setattr(doctor.kernels, "make_backend", doctor.kernels.FastBackend)
+      patch.setattr(matmul, "cpu_sums", lambda: 8)
+      patch.setattr(tuning, "measure", lambda graphs, _: {x: [y] * 10 for x, y in zip(graphs, times, strict=True)})
+      for name, value in {"ROWS": rows, "COPIES": 1}.items(): patch.setattr(tune, name, value)
+      return run_command("doctor", "--tune", "--model", folder, *options)
+  for arguments, choice in ((("--json",), "16"), ((), "8")):
+    out = run(*arguments, times=(2, 1.95, 1.9 if arguments else 1.95)).stdout
+    assert {*re.findall(r'(\d+)"?$', out, re.M)} == {choice}
+    LLM(folder)
+    assert {*schedule.choices.values()} == {choice}
+  assert f"\n\nkept in {tuned}\n" in out and "nothing to tune" in error_line(run(rows=()))
+  monkeypatch.setattr(helpers, "CACHEDB", "/proc/none/cache.db")
+  assert "tuned.json cannot be written" in error_line(run())
+
+
+def test_best_candidate_gains_in_both_halves_of_the_rounds():
+  times = {"a": [2.0] * 10, "b": [1.0, 2.0] * 5, "c": [1.9] * 10}
+  assert tuning.best_of(times) == ("c", 2, 1.9) and tuning.best_of(times | {"c": [1.95] * 10}) == ("a", 2, 2)

@@ -175,9 +175,7 @@ def test_pull_list_and_rm_of_models(hub, repository, gguf_repository, monkeypatc
 
 # Sizes
 
-@pytest.mark.parametrize("options,needed,room", [
-  ({}, 1.0, 1), ({"quantization": "int8"}, 17 / 64, 1), ({"quantization": "int4"}, 10 / 64, 1),
-  ({"tensor_parallel_size": 2}, 1.0, 2), ({"gpu_memory_utilization": 0.5}, 1.0, 0.5 / 0.9)])
+@pytest.mark.parametrize("options,needed,room", CASES["memory"])
 def test_model_larger_than_memory_logs_warning(hub, repository, report, monkeypatch, options, needed, room):
   """The model consists of matrices in float32 almost entirely."""
   config = tiny_config(hidden_size=2**14, intermediate_size=2**16, num_hidden_layers=9, vocab_size=320)
@@ -256,6 +254,5 @@ def test_local_folder_precedes_name_on_the_hub(tmp_path, monkeypatch):
 def test_match_name_accepts_org_and_name_only(name, expected): assert bool(match_name(name)) is expected
 
 
-@pytest.mark.parametrize("model,name", [(None, "tinyvllm"), ("org/tiny:Q8_0", "org/tiny:Q8_0"), ("/a/b/", "b"),
-                                        ("/a/b.gguf", "b"), ("/a/b.gguf.x", "b.gguf.x")])
+@pytest.mark.parametrize("model,name", CASES["served names"])
 def test_served_name_is_the_name_or_the_last_part_of_the_path(model, name): assert served_name(model) == name

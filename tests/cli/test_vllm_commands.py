@@ -99,8 +99,7 @@ def test_read_options_returns_the_config(case):
   assert options == case["options"], "it is not changed"
 
 
-@pytest.mark.parametrize("option,text", [
-  ("~/a.jinja", "content"), ("{{ a }}", "{{ a }}"), ("a\nb", "a\nb"), ("{% raw %}", "{% raw %}"), ("", "")])
+@pytest.mark.parametrize("option,text", COMMANDS["chat templates"])
 def test_chat_template_is_a_file_or_a_text_with_braces_or_lines(tmp_path, monkeypatch, option, text):
   (tmp_path / "a.jinja").write_text("content")
   monkeypatch.setenv("HOME", str(tmp_path))

@@ -96,8 +96,7 @@ def test_stop_string_of_a_million_characters_is_fast(llm):
   assert "".join(x.outputs[0].text for x in llm.generate_stream(SCRIPTS["hello"][0], params)) == ""
 
 
-@pytest.mark.parametrize("name, n, plain, characters", [
-  ("bytes", 2, "caf", ""), ("bytes", 5, "caf", "é"), ("long", 5, "", "日"), ("long", 11, "", "日語の")])
+@pytest.mark.parametrize("name, n, plain, characters", DATA["partial characters"])
 def test_max_tokens_within_character_replaces_preceding_byte_characters(llm, name, n, plain, characters):
   """ByteFallback decodes a run of bytes that ends in a partial character to one U+FFFD per byte. A stream delivers the
   complete characters. A stop token within a character, whose text is dropped, does the same."""
@@ -148,8 +147,6 @@ def test_start_of_a_stop_string_is_held_back():
   assert {text: num_held_back(text, ["abc", "abd"]) for text in cases} == cases
 
 
-@pytest.mark.parametrize("fields,mode", [
-  ({"temperature": 0.0}, "GREEDY"), ({"temperature": 9e-6, "top_k": 5}, "GREEDY"), ({"temperature": 1e-5}, "RANDOM"),
-  ({"temperature": 0.8}, "RANDOM"), ({"top_k": 1}, "FILTERED"), ({"top_p": 0.99}, "FILTERED")])
+@pytest.mark.parametrize("fields,mode", DATA["sampler modes"])
 def test_sampler_mode_is_the_lowest_that_handles_the_parameters(fields, mode):
   assert SamplingParams(**fields).sampler_mode.name == mode

@@ -24,10 +24,7 @@ from tinyvllm_extra.formats.hub import open_checkpoint
 from tinyvllm_extra.models.quantized import Quantized
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512}   # blocks have up to 256 inputs
-KINDS = {   # bits, group size, with offsets: int4 always has them
-  "Q4_0": (4, 32, True), "Q4_1": (4, 32, True), "Q5_0": (8, 32, False), "Q5_1": (8, 32, True), "Q8_0": (8, 32, False),
-  "Q2_K": (4, 16, True), "Q3_K": (4, 16, True), "Q4_K": (4, 32, True), "Q5_K": (8, 32, True), "Q6_K": (8, 16, False),
-  "IQ4_NL": (8, 32, False), "IQ4_XS": (8, 32, False)}
+KINDS = read_data("gguf_kinds.json")   # bits, group size, with offsets: int4 always has them
 WIDE_SCALES = {x for x in KINDS if x.endswith(("_K", "_XS"))}   # products of two numbers, which float16 would round
 
 
@@ -66,7 +63,7 @@ def test_type_equals_gguf_package(tmp_path, kind, config):
   """A model that computes in float16 rounds scales to float16."""
   path = write_model_file(tmp_path, kind, config)
   matrices = read_matrices(path)
-  assert {*formats_of(matrices).values()} == {KINDS[kind]} and isinstance(matrices["lm_head"], Quantized)
+  assert {*formats_of(matrices).values()} == {(*KINDS[kind],)} and isinstance(matrices["lm_head"], Quantized)
   exact = "float32" if kind in WIDE_SCALES else "float16"
   assert {w.scale.dtype for w in matrices.values()} == {np.dtype(exact)}
   for dtype, count in ((dtypes.float32, 2), (dtypes.float16, 1), (dtypes.bfloat16, 1)):

@@ -72,9 +72,9 @@ def test_graph_kernels_wait_for_previous_kernel_on_all_cores():
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 16])
-@pytest.mark.parametrize("sums", [4, 8])
+@pytest.mark.parametrize("sums", [4, 8, 16])
 def test_linear_equals_numpy_for_any_number_of_sums(monkeypatch, rows, sums):
-  """CPUs with few registers use 4 sums, AVX-512 uses 8."""
+  """CPUs with few registers use 4 sums, AVX-512 uses 8, and `tinyvllm doctor --tune` also measures 16."""
   monkeypatch.setattr("tinyvllm_extra.kernels.matmul.cpu_sums", lambda: sums)
   linears, reflect = layers(3)
   x = np.random.default_rng(rows).standard_normal((rows, SIZE)).astype(np.float32)
@@ -178,9 +178,7 @@ def test_imports_change_nothing_in_tinygrad_until_device_opens():
   assert run_python(IMPORTS) == [str([True] * 5), str([False] * 5)]
 
 
-@pytest.mark.parametrize(("requested", "unsupported", "replacement"), [
-  ("bfloat16", {"bfloat16"}, "float16"), ("bfloat16", {"bfloat16", "half"}, "float32"),
-  ("float16", {"half"}, "float32"), ("float16", {"bfloat16"}, None)])
+@pytest.mark.parametrize(("requested", "unsupported", "replacement"), CASES["unsupported dtypes"])
 def test_unsupported_dtype_is_replaced_with_one_warning(
     folder, caplog, monkeypatch, requested, unsupported, replacement):
   renderer = type(Device["CPU"].renderer)

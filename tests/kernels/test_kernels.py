@@ -10,11 +10,12 @@ from helpers.tensor_cores import run_on_cpu
 from tinygrad import Device, dtypes
 
 from tinyvllm.backend import scatter_kernel
-from tinyvllm_extra.kernels import cuda_source, generic as attention, many_rows
+from tinyvllm_extra.kernels import cuda_source, generic as attention, many_rows, matmul, schedule
 from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear, FastNorm
 from tinyvllm_extra.models.storage_order import reorder
 from tinyvllm_extra.formats.quantization import Quantized, dequantize, quantize
 
+MATRICES = read_data("kernel_cases.json")["matrices"]
 KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}   # dtype, tolerance for rounding
 SLOW = Device.DEFAULT == "PYTHON"
 TENSOR_CORES = Device.DEFAULT == "CUDA"
@@ -68,8 +69,7 @@ def test_rows_returns_stored_weights_and_zeros_out_of_range(inputs, outputs, kin
 
 
 @kinds
-@pytest.mark.parametrize(("inputs", "size", "bias"), [(64, 24, True), (160, 32, False), (64, 20, True),
-                                                      (40, 24, False)])
+@pytest.mark.parametrize(("inputs", "size", "bias"), MATRICES["gate and up"])
 def test_gate_up_equals_numpy_and_is_one_tensor_core_kernel(inputs, size, bias, kind):
   """2 * 20 outputs and 40 inputs do not fit the tiles of tensor cores, 2 * 24 outputs not those of GateUp."""
   layer, weight = make_layer(kind, inputs, 2 * size, bias, FastGateUp)
@@ -105,23 +105,11 @@ def check_many_rows(layer: FastLinear, weight: np.ndarray, rows: int, parts: int
   close(layer(on_device(x)), np.concatenate([multiply(layer, *pair) for pair in pairs]), KINDS["float16"][1])
 
 
-@pytest.mark.parametrize(("rows", "inputs", "outputs", "bias", "layer_class"), [
-  (128, 64, 128, True, FastLinear), (128, 96, 256, False, FastLinear), (128, 160, 128, False, FastLinear),
-  (128, 96, 256, True, FastGateUp), (32, 64, 64, True, FastLinear), (32, 352, 64, False, FastLinear),
-  (96, 96, 128, False, FastGateUp), (64, 64, 64, False, FastLinear), (64, 288, 128, True, FastLinear),
-  (64, 96, 192, True, FastGateUp), (64, 128, 448, True, FastGateUp), (64, 320, 96, True, FastLinear),
-  (64, 896, 48, False, FastLinear), (32, 128, 192, False, FastGateUp)])
-def test_many_rows_kernel_equals_numpy(use_many_rows, rows, inputs, outputs, bias, layer_class):
-  """The cases have both more and fewer iterations than buffers."""
-  check_many_rows(*make_layer("float16", inputs, outputs, bias, layer_class), rows)
-
-
-@pytest.mark.parametrize(("rows", "inputs", "outputs", "layer_class"), [
-  (1, 64, 48, FastLinear), (3, 1184, 64, FastGateUp), (8, 96, 4096, FastLinear), (9, 608, 32, FastLinear),
-  (17, 96, 48, FastGateUp), (40, 96, 3232, FastLinear), (70, 64, 48, FastLinear)])
-def test_any_number_of_rows_equals_numpy(sources, rows, inputs, outputs, layer_class):
-  """The cases have uneven parts of K, and parts without inputs."""
-  check_many_rows(*make_layer("float16", inputs, outputs, True, layer_class), rows)
+@pytest.mark.parametrize(MATRICES["columns of kernels"], MATRICES["kernels"])
+def test_kernel_for_tensor_cores_equals_numpy(request, fixture, rows, inputs, outputs, bias, layer_class):
+  """The cases have more and fewer iterations than buffers, uneven parts of K, and parts without inputs."""
+  request.getfixturevalue(fixture)
+  check_many_rows(*make_layer("float16", inputs, outputs, bias, getattr(matmul, layer_class)), rows)
 
 
 @pytest.mark.parametrize(("rows", "bits"), [(64, 0), (3, 0), (3, 8)])
@@ -133,20 +121,22 @@ def test_kernel_for_tensor_cores_in_bfloat16_equals_numpy(use_many_rows, rows, b
   close(layer(on_device(x).cast(dtypes.bfloat16)).float(), x @ weight.T, 2e-2)
 
 
-@pytest.mark.parametrize(("rows", "min_work_groups", "parts"), [
-  (128, 3, 2), (64, 5, 2), (64, 16, 4), (32, 8, 2), (32, 32, 8)])
-def test_many_rows_kernel_split_k_equals_numpy(use_many_rows, monkeypatch, rows, min_work_groups, parts):
+@pytest.mark.parametrize(("rows", "min_work_groups", "parts"), MATRICES["split-K"])
+def test_kernel_with_split_k_equals_numpy_for_all_choices(use_many_rows, monkeypatch, rows, min_work_groups, parts):
   set_min_groups(monkeypatch, min_work_groups)
-  check_many_rows(*make_layer("float16", 256, 256, axis=1), rows, parts)
+  layer, weight = make_layer("float16", 256, 256, axis=1)
+  check_many_rows(layer, weight, rows, parts)
+  key = f"linear {rows} 256 256 16 1"
+  for tiles in schedule.candidates[key][1::4]:
+    monkeypatch.setattr(schedule, "choices", {key: str(tiles)})
+    check_many_rows(layer, weight, rows, tiles.splits)
 
 
 @pytest.mark.parametrize("bits", [8, 4, "e4m3"])
-@pytest.mark.parametrize(("rows", "inputs", "outputs", "group", "layer_class"), [
-  (128, 96, 128, 32, FastLinear), (64, 256, 128, 64, FastGateUp), (32, 320, 64, 32, FastLinear),
-  (32, 64, 64, 64, FastGateUp), (16, 96, 32, 96, FastLinear), (48, 64, 64, 16, FastLinear),
-  (64, 256, 192, 64, FastGateUp), (64, 256, 48, 64, FastLinear), (5, 128, 64, 8, FastLinear)])
+@pytest.mark.parametrize(MATRICES["columns of quantized"], MATRICES["quantized"])
 def test_many_rows_kernel_quantized_equals_numpy(use_many_rows, bits, rows, inputs, outputs, group, layer_class):
-  layer, rng = layer_class(inputs, {"w": outputs}, False, dtypes.float16), np.random.default_rng(1)
+  layer = getattr(matmul, layer_class)(inputs, {"w": outputs}, False, dtypes.float16)
+  rng = np.random.default_rng(1)
   q, numbers = random_numbers(rng, (outputs, inputs), bits)
   scale, offset = (rng.random((2, outputs, inputs // group)) / 99).astype(np.float16)
   weight = numbers * scale.repeat(group, 1).astype(np.float32)

@@ -74,8 +74,7 @@ def test_params_without_exactly_one_valid_field_raise(options):
   with pytest.raises(ValueError): SamplingParams(structured_outputs=options)
 
 
-@pytest.mark.parametrize("name, value", [("min_tokens", 1), ("ignore_eos", True), ("allowed_token_ids", [5]),
-                                         ("bad_words", ["a"])])
+@pytest.mark.parametrize("name, value", DATA["conflicts"])
 def test_conflicting_field_raises_with_both_names(name, value):
   with pytest.raises(ValueError, match=f"{name}.*structured_outputs"): structured("regex", "a+", **{name: value})
 

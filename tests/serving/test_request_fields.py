@@ -62,9 +62,7 @@ def test_null_means_absent_for_every_field(server, path):
   assert "unknown_null_field" not in server.log
 
 
-@pytest.mark.parametrize("options,has_usage", [
-  (None, False), ({"include_usage": None}, False), ({"include_usage": False, "continuous_usage_stats": True}, False),
-  ({"include_usage": True}, True)])
+@pytest.mark.parametrize("options,has_usage", CASES["usage"])
 def test_include_usage_adds_one_chunk(server, options, has_usage):
   """Other tests read the usage in each chunk: see helpers.protocol.answer."""
   *chunks, last = stream(server, COMPLETIONS, {**ROUTES[COMPLETIONS], "stream_options": options})
@@ -134,8 +132,7 @@ def test_chat_echo_puts_last_message_of_same_role_before_the_answer(server, mess
   assert echoed == {"role": role, "content": echo + plain["content"]}
 
 
-@pytest.mark.parametrize("prompt,text", [
-  ("the cat sat", "the cat sat"), ([1, 261, 285, 318, 267, 264, 267], "<s>the cat sat")])
+@pytest.mark.parametrize("prompt,text", CASES["prompts"])
 def test_max_tokens_0_with_echo_returns_the_prompt_alone(server, prompt, text):
   choice = complete(server, prompt=prompt, max_tokens=0, echo=True, logprobs=1)
   assert (choice["text"], choice["finish_reason"]) == (text, "length")

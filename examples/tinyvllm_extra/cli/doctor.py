@@ -15,8 +15,11 @@ from tinyvllm_extra import kernels, programs
 from tinyvllm_extra.formats.hub import open_checkpoint
 from tinyvllm_extra.formats.fit import DTYPES, GIB, QUANTIZED, estimate_fit, open_device, prequantized
 from tinyvllm_extra.formats.gguf import GGUFCheckpoint
+from tinyvllm_extra.formats import tuned_file
 from tinyvllm_extra.kernels.drivers import device_memory, host_memory
 from tinyvllm_extra.models import find_model
+
+from .tune import tune
 
 LIMIT = 90   # timeout of a backend's process, in seconds
 BUFFER = 2**28   # maximum size of the bandwidth test's weights, in bytes
@@ -51,12 +54,7 @@ def reason_of(error: BaseException) -> str:
 
 def describe(opened: Any) -> tuple[str, int]:
   """Return a device's name, or else its architecture, and its total memory in bytes."""
-  if opened.device == "CUDA":
-    from tinyvllm_extra.kernels import cuda
-    return cuda.device_name(opened), device_memory(opened.device).total
-  info = pathlib.Path("/proc/cpuinfo")
-  names = re.findall(r"model name\s*: (.*)", info.read_text()) if opened.device == "CPU" and info.exists() else []
-  return [*names, getattr(opened, "device_name", opened.arch or "")][0], device_memory(opened.device).total
+  return tuned_file.device_name(opened), device_memory(opened.device).total
 
 
 def bandwidth(layer_type: type[backend.Linear], size: int, dtype: Any, seconds: float) -> float:
@@ -161,7 +159,15 @@ def main(args: JsonObject) -> int:
   config.check(0 < seconds <= 60, f"seconds={seconds} must be above 0 and at most 60")
   models = config.read_json(pathlib.Path(__file__).parent / "shapes.json")
   description: JsonObject = {}
-  if model: models[model], description = read_model(pathlib.Path(model).expanduser())
+  path = pathlib.Path(model or "").expanduser()
+  config.check(model in models or path.exists() or path.suffix == ".gguf",
+               f"model={model!r} must be a folder, a GGUF file or one of {', '.join(models)}")
+  if model and model not in models: models[model], description = read_model(path)
+  if args["tune"]:
+    name = model or "Llama-3.2-1B"
+    rows = tune(name, models[name], args["quantization"])
+    print(json.dumps(rows, indent=2) if args["json"] else "\n".join([*table(rows), "", f"kept in {tuned_file.path()}"]))
+    return 0
   report = make_report(seconds, models, args["kv_cache_dtype"]) | description
   print(json.dumps(report, indent=2) if args["json"] else "\n".join(line[:120] for line in format_report(report)))
   return 0 if any(row["opens"] for row in report["backends"]) else 1

@@ -11,6 +11,7 @@ from tinyvllm_extra.models.quantized import NumberFormat
 from . import cuda_source, shards
 from .buffers import new, new_tensor
 from .cuda_source import Launch
+from .schedule import choose
 
 if TYPE_CHECKING: from .matmul import FastLinear
 
@@ -69,14 +70,15 @@ def choose_tiles(layer: "FastLinear", x: Tensor, row_groups: Tensor | None = Non
     if fitting and layer.flags is not None and current_tokens(T) is not None: return fitting[0]
     if layer.axis == 1 and layer.bias is None: limit = math.gcd(K // 32, MAX_SPLITS)
 
-  def fits(x: Tiles) -> bool:
+  def fits(x: Tiles, any_blocks: bool = False) -> bool:
     has_memory = layer.flags is not None or x.max_groups != 132   # Hopper's
-    fits_rows = x.rows >= min(T, 64) if x in few else T % x.rows == 0
+    fits_rows = min(T, 64) <= x.rows < 2 * max(T, 8) if x in few else T % x.rows == 0
     blocks = -(-T // x.rows) * num_groups * (N // x.outputs) * x.splits
-    return has_memory and fits_rows and N % x.outputs == 0 and x.min_groups <= blocks <= x.max_groups
+    return has_memory and fits_rows and N % x.outputs == 0 and (any_blocks or x.min_groups <= blocks <= x.max_groups)
   many, few = [TABLES[f"{rows} {'quantized' if layer.scales else 'floats'}"] for rows in ("many", "few")]
-  split = [x._replace(splits=n) for x in many for n in range(1, limit + 1) if limit % n == 0]
-  return next(filter(fits, split + few))
+  tiles = [x._replace(splits=n) for x in many for n in range(1, limit + 1) if limit % n == 0] + few
+  key = f"linear {T} {K} {N} {layer.number_format.bits} {num_groups}"
+  return choose(key, next(filter(fits, tiles)), *[x for x in tiles if fits(x, True)])
 
 
 def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles, activation: str,

@@ -23,8 +23,8 @@ from . import cuda_source, many_rows
 from .buffers import new
 from .cpu import cpu_sums
 from .cuda_source import Launch
-from .schedule import (Operands, Routes, add_up, axes, axis, call, divisor, end, fold, kernel_of, lane_axis, shared_by,
-                       unrolled)
+from .schedule import (Operands, Routes, add_up, axes, axis, call, choose, divisor, end, fold, kernel_of, lane_axis,
+                       shared_by, unrolled)
 from .shards import local_ids, partial_sums
 
 PREFETCH = 4096   # bytes that a CPU core prefetches ahead of its current weights
@@ -214,15 +214,15 @@ def linear_kernel(operands: Operands) -> UOp:
   T, K, lanes = routes.num_rows, operands.x.max_shape[1], operands.weight.max_shape[2]
   group_size = K if operands.scale is None else K // operands.scale.max_shape[1]
   is_simd = cpu_cores() and lanes == 16
-  lane_type = AxisType.UPCAST if is_simd else AxisType.WEAK
-  rows = gcd(T, cpu_sums()) if is_simd else 1
-  splits = gcd(group_size, cpu_sums() // rows) if is_simd and rows < 4 else 1   # else 4 rows take 1.5 times as long
+  sums = choose(f"cpu {T} {operands.weight.shape} {operands.weight.dtype.name}", cpu_sums(), 4, 8, 16) if is_simd else 1
+  rows = gcd(T, sums)
+  splits = gcd(group_size, sums // rows) if rows < 4 else 1   # else 4 rows take 1.5 times as long
   n = routes.first_tile + axis(routes.num_tiles, 0, AxisType.WEAK)
-  t = axis(T // rows, 2, AxisType.WEAK) * rows + axis(rows, 4, lane_type)
+  t = axis(T // rows, 2, AxisType.WEAK) * rows + axis(rows, 4, AxisType.UPCAST)
   group = axis(K // group_size, 3)
   first = group * group_size + axis(group_size // splits, 5) * splits
   k = first + axis(splits, 6, AxisType.UNROLL)
-  lane = axis(lanes, 7, lane_type)
+  lane = axis(lanes, 7, AxisType.UPCAST if is_simd else AxisType.WEAK)
   # Prefetch if one pass computes all rows, because then the core waits for weights
   ahead = prefetch(operands, n, first, splits) if is_simd and rows == T else 0
   w = operands.number_format.value(operands.weight[n, k // operands.number_format.in_element, lane], k)

@@ -129,10 +129,13 @@ def skip_shapes_of_slices() -> None:
   shape.fxn = lambda x: x.src[2].as_shape if x.op is Ops.SHRINK and x.src[1].ranges else derive(x)
 
 
+def cache_folder() -> pathlib.Path: return pathlib.Path(helpers.CACHEDB).parent / "tinyvllm"
+
+
 @functools.cache
 def check_cache() -> None:
   """Turn tinygrad's cache off if its folder cannot be written, which would end the start. Checked with 0.14.0."""
-  folder = pathlib.Path(helpers.CACHEDB).parent / "tinyvllm"
+  folder = cache_folder()
   if helpers.CACHELEVEL < 1: return
   try:
     folder.mkdir(parents=True, exist_ok=True)
@@ -150,5 +153,4 @@ def keep_kernels_on_disk(compiler: str) -> None:
   identify the version without running it."""
   if helpers.CACHELEVEL < 1: return
   file = os.stat(shutil.which(compiler, os.F_OK) or os.devnull)
-  folder = pathlib.Path(helpers.CACHEDB).parent / "tinyvllm"
-  realize.lower_and_compile = KernelFolder(folder, (compiler, file.st_size, file.st_mtime_ns))
+  realize.lower_and_compile = KernelFolder(cache_folder(), (compiler, file.st_size, file.st_mtime_ns))
