@@ -206,14 +206,6 @@ def test_schedule_decodes_first_then_fills_budget_with_prefills():
   assert list(engine.step().items()) == [(a, 1), (b, 1), (c, 1), (d, 2)]
 
 
-def test_schedule_decodes_first_also_after_a_prefill_of_higher_priority_arrives():
-  engine = FakeEngine(blocks=40, seqs=4, budget=8, policy="priority")
-  low = engine.add(prompt=2, priority=1)
-  engine.step()
-  high = engine.add(prompt=20, priority=0)
-  for _ in range(2): assert list(engine.step().items()) == [(low, 1), (high, 7)]
-
-
 def test_schedule_gives_token_budget_of_preempted_sequence_to_the_next():
   """The newest sequence decodes first; then the oldest one's prefill needs its block."""
   config = EngineConfig(block_size=4, max_num_batched_tokens=8, max_num_seqs=4)
