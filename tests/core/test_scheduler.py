@@ -309,16 +309,6 @@ def test_waiting_request_is_not_overtaken_by_a_smaller_one():
   assert engine.scheduler.waiting == [big, small]
 
 
-def test_preempt_takes_newest_of_lowest_priority_and_keeps_order():
-  engine = FakeEngine(blocks=6, seqs=4, budget=24, policy="priority")
-  high, low, lower = (engine.add(prompt=7, n=20, priority=p) for p in (0, 1, 2))
-  assert set(engine.step()) == {high, low, lower}
-  later = engine.add(prompt=1, n=1, priority=3)
-  while not engine.scheduler.counters["num_preemptions"]: engine.step()
-  assert engine.scheduler.running == [high, low] and engine.scheduler.waiting == [lower, later]
-  assert lower.num_computed == 0 and lower.num_generated > 0, "its tokens are kept and recomputed"
-
-
 def test_preemption_is_logged_at_powers_of_two(caplog):
   engine = FakeEngine(blocks=6, seqs=4, budget=24)
   with caplog.at_level("WARNING", "tinyvllm"):
