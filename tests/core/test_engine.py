@@ -1,6 +1,5 @@
 """The engine compared with a numpy LLaMA: single, batched, chunked, preempted, streamed and aborted requests."""
 import functools
-import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,19 +17,6 @@ run = functools.partial(run_to_end, limit=2000)
 
 
 # batches
-
-def test_batch_in_any_arrival_order_equals_single_requests(llm, folder):
-  jobs = {str(i): (prompt(1 + 5 * i, i), 4 + 3 * i) for i in range(8)}
-  rng = random.Random(0)
-  for _ in range(4):
-    order, outputs = rng.sample(sorted(jobs), len(jobs)), {}
-    while order or llm.has_unfinished_requests():
-      for request_id in [order.pop() for _ in range(min(len(order), rng.randrange(3)))]:
-        llm.add_request(request_id, tokens(jobs[request_id][0]), greedy(jobs[request_id][1]))
-      outputs |= {output.request_id: output for output in llm.step()}
-      check_invariants(llm)
-    assert {i: ids_of(o) for i, o in outputs.items()} == {i: reference_greedy(folder, *job) for i, job in jobs.items()}
-
 
 @pytest.mark.parametrize("budget", [7, 64, 256])
 def test_prefill_in_any_chunks_equals_reference(folder, budget):

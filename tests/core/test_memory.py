@@ -5,8 +5,8 @@ import itertools
 import random
 
 import pytest
-from helpers.engines import (BS, ENGINE, assert_all_blocks_freed, check_metrics, greedy, ids_of, prompt, run_watched,
-                             sampled, tokens)
+from helpers.engines import (BS, ENGINE, assert_all_blocks_freed, check_invariants, check_metrics, greedy, ids_of,
+                             prompt, run_watched, sampled, tokens)
 from helpers.parameters import slow
 from helpers.reference import reference_greedy
 
@@ -269,6 +269,7 @@ def test_random_requests_with_common_prefixes_and_samples_equal_reference(small_
         small_llm.abort_request(victim)
       else: last |= {o.request_id: o for o in small_llm.step()}
       check_metrics(small_llm, before["blocks_free"])
+      check_invariants(small_llm)
     last |= run_watched(small_llm)[0]
   for i, (ids, length, n) in jobs.items():
     expected = reference_greedy(folder, ids, length)
