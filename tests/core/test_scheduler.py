@@ -272,21 +272,6 @@ def test_allocate_reuses_uncached_blocks_then_least_recently_used():
   assert hits == [16, 12, 8, 4], "only the last block of the first prompt was evicted"
 
 
-def test_allocate_reuses_the_uncached_copy_of_a_block_first():
-  engine = FakeEngine(blocks=12, budget=48, caching=True)
-  twins = [engine.add(prompt=9, n=2) for _ in range(2)]
-  engine.step()
-  tables = [[*twin.block_table] for twin in twins]
-  assert not {*tables[0]} & {*tables[1]} and len(engine.blocks.cached_blocks) == 2
-  engine.check_end()
-  cached = {*engine.blocks.cached_blocks.values()}
-  assert cached == {*engine.blocks.evictable} == {*tables[0][:2]}
-  engine.add(prompt=40, n=1, family=1)   # all blocks except these two
-  engine.step()
-  assert {*engine.blocks.cached_blocks.values()} >= cached
-  engine.check_end()
-
-
 def test_waiting_prompt_hashes_each_block_once(monkeypatch):
   engine, sha256 = FakeEngine(blocks=12, budget=48, caching=True), Mock(wraps=hashlib.sha256)
   monkeypatch.setattr("tinyvllm.scheduler.hashlib.sha256", sha256)
