@@ -42,7 +42,7 @@ def tune(name: str, hf: JsonObject, quantization: str | None) -> list[JsonObject
       kept = kept | {key: best}
       report.append({"matrix": ", ".join(name.rpartition(".")[2] for name in layer.sources), "rows": x.shape[0],
                      "candidates": len(graphs), "built_in_us": times[0], "best_us": times[1],
-                     "gain_percent": 100 * (times[0] / times[1] - 1), "choice": re.sub(r"[a-z_]+=|Tiles", "", best)})
+                     "gain_percent": 100 * (times[0] / times[1] - 1), "choice": re.sub(r"m.*?, |\w+=|Tiles", "", best)})
   check(report, f"DEV={Device.DEFAULT} has nothing to tune: the kernels of {name} have no candidates there")
   tuned_file.write(kept)
   return report
