@@ -27,6 +27,7 @@ from .schedule import (Operands, Routes, add_up, axes, axis, call, choose, divis
                        shared_by, unrolled)
 from .shards import local_ids, partial_sums
 
+FEW_ROWS = 8      # of floats, which linear_kernel multiplies as fast as linear.c
 PREFETCH = 4096   # bytes that a CPU core prefetches ahead of its current weights
 
 
@@ -35,7 +36,7 @@ class FastLinear(backend.Linear):
   number_format = UNQUANTIZED
   order: Tensor | None = None   # (in,) int32: input of each column of W, if permuted (GPTQ)
   flags: Tensor | None = None   # see many_rows.new_flags
-  has_8bit_inputs = False   # products use linear_8bit.c
+  has_8bit_inputs = False   # products use linear.c
   num_experts = 1   # matrices that are stacked in W
 
   def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType, axis: int = 0):
@@ -93,10 +94,10 @@ class FastLinear(backend.Linear):
     """Return `out` with the products. See Operands."""
     if self.order is not None: x = x[:, self.order].contiguous()
     tensors = {"x": x, "weight": self.weight, **self.scales, "bias": self.bias, "row_groups": row_groups}
-    if self.has_8bit_inputs:
+    if self.has_8bit_inputs or row_groups is None and multiplies_floats(self, out, x):
       rows = block_rows(*x.max_shape) if row_groups is None else max(1, row_groups.max_shape[1] - 1)
-      scratch = new(x, cpu_cores() * rows * 2 * x.max_shape[1], dtype=dtypes.uint8)   # q, scales and sums of x
-      launch = functools.partial(launch_8bit, bits=self.number_format.bits, rows=rows, activation=activation)
+      scratch = new(x, cpu_cores() * rows * 4 * x.max_shape[1], dtype=dtypes.uint8)   # x, or its q, scales and sums
+      launch = functools.partial(launch_c, bits=self.number_format.bits, rows=rows, activation=activation)
       return cuda_source.run(launch, out=out, scratch=scratch, **tensors)[0]
     if tiles := many_rows.choose_tiles(self, x, row_groups):
       return many_rows.multiply(self, out, x, tiles, activation, row_groups)
@@ -160,18 +161,24 @@ def supports_8bit(shape: tuple[int, ...], w: Quantized) -> bool:
   return is_tiled and not w.number_format.is_float and speaks_c()
 
 
-def launch_8bit(operands: dict[str, UOp], bits: int, rows: int, activation: str) -> Launch:
-  """Return the launch of linear_8bit.c. bits: of W. rows: in a block."""
+def multiplies_floats(layer: FastLinear, out: Tensor, x: Tensor) -> bool:
+  """Return whether linear.c is faster than linear_kernel: for floats and whole tiles of rows of a prompt."""
+  has_tiles = layer.weight.max_shape[2:] == (16,) and x.max_shape[0] % 8 == 0 and x.max_shape[0] > FEW_ROWS
+  return layer.number_format is UNQUANTIZED and x.dtype == out.dtype == dtypes.float32 and has_tiles and speaks_c()
+
+
+def launch_c(operands: dict[str, UOp], bits: int, rows: int, activation: str) -> Launch:
+  """Return the launch of linear.c. bits: of W. rows: in a block."""
   shapes = {name: x.max_shape for name, x in operands.items()}
-  (T, K), (tiles, groups, _), (num_rows, width) = shapes["x"], shapes["scale"], shapes["out"]
+  (T, K), (tiles, groups, _), (num_rows, width) = shapes["x"], shapes.get("scale", shapes["weight"]), shapes["out"]
   blocks, row_group = shapes.get("row_groups", (-(-T // rows), 0))
   N = width if row_group else tiles * 16   # outputs of an expert
   cores = cpu_cores() if num_rows * K * N > 2**17 else 1
   row_parts = 1 if row_group else gcd(blocks, cores)
-  return Launch(f"linear_8bit_{T}_{K}_{N}", "linear_8bit.c", {
+  types = {name.upper(): operands.get(name, operands["weight"]).dtype.name for name in ("weight", "scale", "offset")}
+  return Launch(f"linear_c_{T}_{K}_{N}", "linear.c", types | {
     "T": T, "K": K, "N": N, "WIDTH": width, "EXPERTS": tiles * 16 // N, "BITS": bits, "GROUPS": groups,
     "X_GROUP": x_group(K, groups), "ROWS_OUT": num_rows, "BLOCK_ROWS": rows, "BLOCKS": blocks, "ROW_GROUP": row_group,
-    "SCALE": operands["scale"].dtype.name, "OFFSET": operands.get("offset", operands["scale"]).dtype.name,
     "ROW_PARTS": row_parts, "OUTPUT_PARTS": cores // row_parts, "IS_GATED": int(bool(activation)), "half": "_Float16",
     "ACTIVATED(x)": many_rows.ACTIVATIONS[activation], "__expf(x)": "tv_exp2((x) * 1.44269504f)"}, (cores, 1, 1))
 

@@ -59,7 +59,7 @@ def prepare_scales(w: Quantized, dtype: DType) -> np.ndarray:
 
 
 def pack_words(q: np.ndarray) -> np.ndarray:
-  """Pack q of a quantized W, (out, in), int8 or int4, for linear_8bit.c: (out / 16, inputs, 16) words of unsigned
+  """Pack q of a quantized W, (out, in), int8 or int4, for linear.c: (out / 16, inputs, 16) words of unsigned
   numbers. A word holds 4 inputs, 128 added, or 8 inputs in int4, the first 4 in the lower halves of its bytes."""
   number_format = NUMBER_FORMATS[q.dtype]
   octets: np.ndarray = q.view(np.uint8) ^ np.uint8(number_format.zero_point)

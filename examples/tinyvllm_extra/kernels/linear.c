@@ -1,7 +1,8 @@
-// out = x @ W.T + bias with int8 products, for W in int8 or int4 (models/storage_order.py, `pack_words`). A core
-// quantizes a block of rows of x to int8, in groups of X_GROUP inputs with a scale each: their integer sums are exact.
-// DOT multiplies 4 inputs of LANES outputs, W's unsigned and x's signed, and adds them to int32 sums. Inline assembly
-// needs no headers, and no builtins that differ by version. A sum begins at START times the sum of x: W holds q + 128.
+// out = x @ W.T + bias on a CPU, with int8 products for W in int8 or int4 (models/storage_order.py, `pack_words`), else
+// with floats. A core first copies a block of rows of x or, for integers, quantizes it to int8, in groups of X_GROUP
+// inputs with a scale each: their integer sums are exact. DOT multiplies 4 inputs of LANES outputs, W's unsigned and
+// x's signed, and adds them to int32 sums. Inline assembly needs no headers, and no builtins that differ by version. A
+// sum begins at START times the sum of x: W holds q + 128.
 #define START (BITS == 8 ? -128 : 0)
 #if defined(__AVX512VNNI__)
 #define LANES 16
@@ -33,11 +34,17 @@ typedef unsigned u32;
 #define EACH(i, count) _Pragma("clang loop unroll(full)") for (int i = 0; i < count; i++)
 #define FLOATS(type, p) __builtin_convertvector(*(const type *)(p), f32)
 // Rows of x and vectors of outputs whose sums fill the registers, and outputs per step
-#define HIGH (LANES == 8 ? 2 : 4)
+#define HIGH ((LANES == 8 ? 2 : 4) * (BITS > 8 ? 2 : 1))
 #define WIDE (LANES < 16 || IS_GATED ? 2 : N % 48 == 0 ? 3 : N % 32 == 0 ? 2 : 1)
 #define OUTPUTS (WIDE * LANES / (1 + IS_GATED))
 #define STEPS (N / (1 + IS_GATED) / OUTPUTS)
 
+#if BITS > 8
+typedef WEIGHT weights __attribute__((vector_size(LANES * sizeof(WEIGHT)), aligned(sizeof(WEIGHT))));
+typedef struct { float x[K]; } Row;
+
+static void quantize(Row *row, const float *x) { for (int k = 0; k < K; k++) row->x[k] = x[k]; }
+#else
 typedef struct { signed char q[K]; float scale[K / X_GROUP]; int sum[K / X_GROUP]; } Row;
 
 static void quantize(Row *row, const float *x) {
@@ -57,14 +64,22 @@ static void quantize(Row *row, const float *x) {
     row->sum[g] = sum;
   }
 }
+#endif
 
 // Compute R rows by WIDE vectors of outputs, from `first`. With an activation, the second half of the vectors is up's
 static inline __attribute__((always_inline)) void tile(const int R, long first, const long *targets, const Row *rows,
     float *out, const u32 *weight, const SCALE *scale, const OFFSET *offset, const float *bias) {
-  f32 total[4][8];
+  f32 total[HIGH][8];
   long o[8];
   EACH(c, WIDE) o[c] = first + (IS_GATED && c >= WIDE / 2 ? N / 2 + (c - WIDE / 2) * LANES : c * LANES);
-  EACH(r, R) EACH(c, WIDE) total[r][c] = HAS_BIAS ? *(const f32 *)(bias + o[c]) : (f32){};
+  EACH(r, R) EACH(c, WIDE) total[r][c] = (f32){};
+#if BITS > 8
+  for (int k = 0; k < K; k++) {
+    f32 w[8];
+    EACH(c, WIDE) w[c] = FLOATS(weights, (const WEIGHT *)weight + (o[c] / 16 * K + k) * 16 + o[c] % 16);
+    EACH(r, R) EACH(c, WIDE) total[r][c] += w[c] * rows[r].x[k];
+  }
+#else
   _Pragma("clang loop unroll(disable)") for (int g = 0; g < K / X_GROUP; g++) {
     i32 sums[4][8];
     EACH(r, R) EACH(c, WIDE) sums[r][c] = (i32){} + START * rows[r].sum[g];
@@ -80,9 +95,10 @@ static inline __attribute__((always_inline)) void tile(const int R, long first, 
       if (HAS_OFFSET) total[r][c] += FLOATS(offsets, offset + at) * (rows[r].scale[g] * (float)rows[r].sum[g]);
     }
   }
+#endif
   EACH(r, R) {
     float values[8 * LANES], *to = out + targets[r] * WIDTH + first % WIDTH;   // a copy: `total` stays in registers
-    EACH(c, WIDE) *(f32 *)(values + c * LANES) = total[r][c];
+    EACH(c, WIDE) *(f32 *)(values + c * LANES) = total[r][c] + (HAS_BIAS ? *(const f32 *)(bias + o[c]) : (f32){});
     for (int i = 0; i < WIDE * LANES / (1 + IS_GATED); i++)
       to[i] = IS_GATED ? ACTIVATED(values[i]) * values[WIDE * LANES / 2 + i] : values[i];
   }

@@ -1,4 +1,4 @@
-"""Products with int8 x (linear_8bit.c) compared with numpy, with each instruction set that this CPU has."""
+"""Products of linear.c compared with numpy or linear_kernel, with each instruction set that this CPU has."""
 import re
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from tinyvllm import LLM
 from tinyvllm.backend import renderer
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.formats.quantization import Quantized, dequantize
+from tinyvllm_extra.kernels import matmul
 from tinyvllm_extra.kernels.matmul import FastExperts, FastGateUp, FastLinear
 
 pytestmark = pytest.mark.skipif(not isinstance(renderer(), ClangRenderer), reason="other devices do not compile C")
@@ -59,7 +60,11 @@ def check(output: np.ndarray, expected: np.ndarray) -> None:
   np.testing.assert_allclose(output, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("cpu", [name for name, flag in CPUS.items() if not flag or re.search(rf"\b{flag}\b", INFO)])
+each_cpu = pytest.mark.parametrize("cpu", [
+  name for name, flag in CPUS.items() if not flag or re.search(rf"\b{flag}\b", INFO)])
+
+
+@each_cpu
 @pytest.mark.parametrize(("kind", "group", "activation"), [
   ("int8", 32, ""), ("int8+f", 64, ""), ("int4+e", 16, ""), ("int4", K, ""), ("int8", 8, ""), ("int4+f", 32, "silu"),
   ("int8", 64, "gelu")])
@@ -72,6 +77,22 @@ def test_products_equal_numpy_and_do_not_depend_on_batch(monkeypatch, cpu, kind,
   outputs = {rows: layer(on_device(random_x(ROWS)[:rows])).numpy() for rows in (1, 2, 7, ROWS)}
   check(outputs[ROWS], multiply(layer, w, random_x(ROWS)))
   for rows, output in outputs.items(): np.testing.assert_array_equal(output, outputs[ROWS][:rows])
+
+
+@each_cpu
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_products_of_floats_equal_those_of_linear_kernel_exactly(monkeypatch, cpu, dtype):
+  monkeypatch.setattr(codegen, "to_program_cache", {})
+  if cpu != "native": monkeypatch.setattr(renderer().compiler, "args", [f"-march={cpu}"])
+  layer = FastLinear(K, {"w": 80}, True, dtypes.float32)
+  weight = np.random.default_rng(1).standard_normal(layer.weight.shape, np.float32)
+  layer.weight = on_device(weight).cast(dtype).realize()
+  layer.bias = on_device(np.linspace(-9, 9, 80, dtype=np.float32))
+  x, outputs = on_device(random_x(ROWS)[:40]), []
+  for limit in (8, 2**31):   # rows from which linear.c is used
+    monkeypatch.setattr(matmul, "FEW_ROWS", limit)
+    outputs.append(layer(x).realize())
+  np.testing.assert_array_equal(*[x.numpy() for x in outputs])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
