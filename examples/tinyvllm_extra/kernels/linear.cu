@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS * DEEP) NAME(ARGUMENTS) {
   const int begin = share * (K / 32) / shares, end = (share + 1) * (K / 32) / shares;
   int source[(ROWS * 4 + THREADS - 1) / THREADS];   // rows of x that the thread copies
   UNROLL for (int j = 0; j < ROWS * 4; j += THREADS) {
-    const int t = target(row + (j + own) / 4);
+    const int t = target(row + min(j + own, ROWS * 4 - 1) / 4);
     source[j / THREADS] = t < ROWS_OUT ? t / (ROWS_OUT / T) : -1;
   }
   auto load = [&](int i, int n) {   // iteration i + n of the part; i is a multiple of BUFFERS
