@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from tinygrad import Device, helpers
+from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.runtime.autogen import opencl, webgpu
 
 from tinyvllm_extra import kernels
@@ -129,3 +130,11 @@ def test_webgpu_memory_is_heaps_of_adapter_and_its_limits(monkeypatch, open_fake
     monkeypatch.setattr(webgpu, f"wgpu{name}", function)
   open_fake("WEBGPU", device_res=None)
   assert memory("WEBGPU") == (free * GIB, total * GIB, GIB)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("CUDA", True), ("NV", False)])
+def test_cuda_sources_need_dynamic_shared_memory_which_nv_lacks(open_fake, name, expected):
+  open_fake(name)
+  with helpers.Context(DEV=name):
+    Device[name].renderer = object.__new__(CUDARenderer)
+    assert kernels.cuda_source.speaks_cuda() == expected

@@ -21,8 +21,8 @@ ARGUMENTS = {   # types of operands by name; HAS_... tells a source whether a ke
   "scale": "const u32*", "offset": "const u32*", "bias": "const float*", "row_groups": "const int*", "scratch": "char*"}
 
 
-# Whether kernels are compiled from CUDA C++ and may contain its statements
-def speaks_cuda() -> bool: return isinstance(renderer(), CUDARenderer)
+# Whether kernels are compiled from CUDA C++, and programs may have dynamic shared memory (not those of DEV=NV)
+def speaks_cuda() -> bool: return isinstance(renderer(), CUDARenderer) and Device.DEFAULT != "NV"
 
 
 def has_mma(dtype: DType) -> bool:
@@ -30,7 +30,7 @@ def has_mma(dtype: DType) -> bool:
   return speaks_cuda() and ((8, 16, 16), dtype) in [(core.dims, core.dtype_in) for core in renderer().tensor_cores]
 
 
-# Whether the device has warpgroup products (Hopper), and tinygrad_patches.py lets its compiler use them (not DEV=NV)
+# Whether the device has warpgroup products (Hopper), and tinygrad_patches.py lets its compiler use them
 def has_wgmma() -> bool: return Device.DEFAULT == "CUDA" and speaks_cuda() and renderer().target.arch == "sm_90"
 
 
