@@ -4,7 +4,7 @@
 // x's signed, and adds them to int32 sums. Inline assembly needs no headers, and no builtins that differ by version. A
 // sum begins at START times the sum of x: W holds q + 128.
 #define START (BITS == 8 ? -128 : 0)
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(__AVX512F__) && BITS > 8
 #define LANES 16
 #define DOT(sum, w, x) __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x))
 #elif defined(__AVXVNNI__)
@@ -35,7 +35,7 @@ typedef unsigned u32;
 #define FLOATS(type, p) __builtin_convertvector(*(const type *)(p), f32)
 // Rows of x and vectors of outputs whose sums fill the registers, and outputs per step
 #define HIGH ((LANES == 8 ? 2 : 4) * (BITS > 8 ? 2 : 1))
-#define WIDE (LANES < 16 || IS_GATED ? 2 : N % 48 == 0 ? 3 : N % 32 == 0 ? 2 : 1)
+#define WIDE (BITS > 8 && N % (LANES * 3) == 0 ? 3 : LANES < 16 || IS_GATED ? 2 : N % 48 == 0 ? 3 : N % 32 == 0 ? 2 : 1)
 #define OUTPUTS (WIDE * LANES / (1 + IS_GATED))
 #define STEPS (N / (1 + IS_GATED) / OUTPUTS)
 
