@@ -10,7 +10,7 @@ from tinyvllm.request import RequestOutput
 
 from . import captures, engine_metrics, kernels
 from .cache import prefix_cache, snapshots
-from .formats import hub, tuned_file
+from .formats import hub, tuning
 from .kernels import drivers, parallel
 from .models import Embedder, find_model
 from .options import SAMPLING_DEFAULTS, LLMConfig, check_no_lora, document, setup_logging, takes
@@ -62,7 +62,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     ignored = ", ".join(f"{name}={options[name]!r}" for name in sorted(options.keys() & NO_EFFECT.keys()))
     if ignored: logger.info(f"vLLM's options without effect here: {ignored}")
     path = hub.local_path(model, config) if model else None
-    with exclusive: tuned_file.prepare_device()
+    with exclusive: tuning.prepare_device()
     has_layouts = backend is None or type(backend).kv_layout is not Backend.kv_layout
     check(config.kv_cache_dtype == "auto" or has_layouts,
           f"kv_cache_dtype={config.kv_cache_dtype!r} must be 'auto': the core's Backend has no other one")

@@ -17,14 +17,15 @@ from helpers.data import DATA, read_data
 from helpers.gguf_files import write_gguf
 from helpers.models import tensor_shapes, tiny_config, tiny_model
 from helpers.record_models import write_model
+from helpers.tensor_cores import run_on_cpu
 from tinygrad import dtypes, helpers, nn
 from tinygrad.device import ALL_DEVICES
 
 from tinyvllm import LLM, __version__, backend, config
 from tinyvllm_extra.cli import doctor, tune
-from tinyvllm_extra.formats import tuned_file, tuning
+from tinyvllm_extra.formats import tuning
 from tinyvllm_extra.formats.fit import estimate_fit, prequantized
-from tinyvllm_extra.kernels import matmul, schedule
+from tinyvllm_extra.kernels import cuda_source, many_rows
 from tinyvllm_extra.kernels.drivers import DriverMemory
 
 GIB = 2**30
@@ -60,21 +61,19 @@ def test_probe_prints_the_reason_of_an_error(monkeypatch, capfd):
 def test_bandwidth_is_bytes_per_median_time(monkeypatch, step, seconds, calls):
   """A fast device, with less than 2 ms per read, reads the weights 16 times per measurement."""
   graphs, times = [mock.Mock(), mock.Mock()], itertools.count()
-  monkeypatch.setattr(doctor, "TinyJit", mock.Mock(side_effect=graphs))
-  monkeypatch.setattr(doctor, "time", SimpleNamespace(perf_counter=lambda: next(times) * step))
+  monkeypatch.setattr(tune, "TinyJit", mock.Mock(side_effect=graphs))
+  monkeypatch.setattr(tune, "time", SimpleNamespace(perf_counter=lambda: next(times) * step))
   result = doctor.bandwidth(backend.Linear, 2**20 + 99, dtypes.float16, seconds)
   rows = 2**20 // 4096 // 2 // 16 * 16
   assert result == pytest.approx(rows * 4096 * 2 / step * (16 if step < 2e-3 else 1))
   assert [graph.call_count for graph in graphs] == calls
 
 
-def test_describe_returns_name_and_memory():
-  name, total = doctor.describe(SimpleNamespace(device="NULL", arch="an architecture"))
-  assert name == "an architecture" and total > GIB
-  assert doctor.describe(SimpleNamespace(device="NULL", arch=None, device_name="A GPU"))[0] == "A GPU"
-  info = Path("/proc/cpuinfo")
-  names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
-  assert doctor.describe(SimpleNamespace(device="CPU", arch="an architecture"))[0] == [*names, "an architecture"][0]
+def test_device_name_is_the_architecture_of_unnamed_devices():
+  assert tuning.device_name(SimpleNamespace(device="NULL", arch="an architecture")) == "an architecture"
+  assert tuning.device_name(SimpleNamespace(device="NULL", arch=None, device_name="A GPU")) == "A GPU"
+  names = re.findall(r"model name\s*: (.*)", subprocess.getoutput("cat /proc/cpuinfo"))
+  assert tuning.device_name(SimpleNamespace(device="CPU", arch="an architecture")) == [*names, "an architecture"][0]
 
 
 # The user's process
@@ -299,38 +298,40 @@ def test_unusable_gguf_exits_before_opening_a_backend(model_error, tmp_path):
 def tuned(monkeypatch, tmp_path):
   """Return the path of the file of choices, in an empty folder."""
   monkeypatch.setattr(helpers, "CACHEDB", str(tmp_path / "cache.db"))
-  monkeypatch.setattr(schedule, "choices", {})
-  tuned_file.path().parent.mkdir()
-  return tuned_file.path()
+  monkeypatch.setattr(many_rows, "choices", {})
+  tuning.path().parent.mkdir()
+  return tuning.path()
 
 
-@pytest.mark.parametrize("text,warning,choices", CASES["tuned"])
-def test_choices_of_other_devices_or_kernels_are_ignored(tuned, monkeypatch, caplog, text, warning, choices):
-  monkeypatch.setattr(tuned_file, "device_name", lambda device: "A CPU")
-  tuned.write_text(text.replace("HASH", tuned_file.kernels_hash()))
-  assert tuned_file.prepare_device() == schedule.choices == choices
-  assert warning in caplog.text and bool(warning) == bool(caplog.text)
+@pytest.mark.parametrize("text,choices", CASES["tuned"])
+def test_choices_that_are_damaged_or_of_other_kernels_are_ignored(tuned, caplog, monkeypatch, text, choices):
+  tuned.write_text(text)
+  assert tuning.prepare_device() == many_rows.choices == choices
+  assert caplog.text.count(f"{tuned} is ignored: ") == (not choices)
+  monkeypatch.setattr(tuning, "device_name", lambda device: "A GPU/2")
+  monkeypatch.setattr(tuning.kernels, "__file__", str(tuned))
+  name, kernels_hash = tuning.path().stem.rsplit("_", 1)
+  assert name == "tuned_A_GPU_2" and len(kernels_hash) == 8 and kernels_hash not in tuned.name
 
 
-def test_tune_keeps_the_fastest_candidates_for_the_next_engine(tuned, monkeypatch, tmp_path):
-  folder = tiny_model(tmp_path, num_hidden_layers=1)
-  def run(*options, times=(2, 2, 2), rows=(16,)):   # with 8 sums, the built-in number, 4 and 16
-    with monkeypatch.context() as patch:
-      patch.setattr(doctor.kernels, "make_backend", doctor.kernels.FastBackend)
-      patch.setattr(matmul, "cpu_sums", lambda: 8)
-      patch.setattr(tuning, "measure", lambda graphs, _: {x: [y] * 10 for x, y in zip(graphs, times, strict=True)})
-      for name, value in {"ROWS": rows, "COPIES": 1}.items(): patch.setattr(tune, name, value)
-      return run_command("doctor", "--tune", "--model", folder, *options)
-  for arguments, choice in ((("--json",), "16"), ((), "8")):
-    out = run(*arguments, times=(2, 1.95, 1.9 if arguments else 1.95)).stdout
-    assert {*re.findall(r'(\d+)"?$', out, re.M)} == {choice}
-    LLM(folder)
-    assert {*schedule.choices.values()} == {choice}
-  assert f"\n\nkept in {tuned}\n" in out and "nothing to tune" in error_line(run(rows=()))
-  monkeypatch.setattr(helpers, "CACHEDB", "/proc/none/cache.db")
-  assert "tuned.json cannot be written" in error_line(run())
-
-
-def test_best_candidate_gains_in_both_halves_of_the_rounds():
-  times = {"a": [2.0] * 10, "b": [1.0, 2.0] * 5, "c": [1.9] * 10}
-  assert tuning.best_of(times) == ("c", 2, 1.9) and tuning.best_of(times | {"c": [1.95] * 10}) == ("a", 2, 2)
+@pytest.mark.parametrize("quantization,times,gain", CASES["times of tiles"])
+def test_tune_keeps_tiles_that_are_faster_twice(tuned, monkeypatch, tmp_path, quantization, times, gain):
+  folder = tiny_model(tmp_path, num_hidden_layers=1, hidden_size=64, intermediate_size=96)
+  calls, built_in = [], {}
+  def seconds(step, least):
+    """Return 2e-6 for the built-in tiles, which are a matrix's first, or else a time of the case. Run a step once."""
+    calls.append(choice := [*many_rows.choices.items()][0])
+    if calls.count(choice) == 2: step()
+    return 2e-6 if built_in.setdefault(*choice) == choice[1] else times[calls.count(choice) > 1] / 1e6
+  def run(): return run_command("doctor", "--tune", "--model", folder, *quantization)
+  with monkeypatch.context() as patch, mock.patch.multiple(tune, ROWS=(8,), seconds_per_call=seconds):
+    run_on_cpu(patch)
+    patch.setattr(tuning, "KERNELS", 1)
+    patch.setattr(doctor.kernels.FastBackend, "pick_dtype", lambda *_: "float16")
+    assert re.search(rf"8 +\d +2.000 .* {gain} .*\n\nkept in {tuned}\n", run().stdout)
+    patch.setattr(helpers, "CACHEDB", "/proc/none/cache.db")
+    assert f"{tuned.name} cannot be written" in error_line(run())
+  LLM(folder)
+  assert len(many_rows.choices) == len(built_in) == 5 and (many_rows.choices != built_in) == (gain > "0.000")
+  monkeypatch.setattr(cuda_source, "has_mma", lambda dtype: False)
+  assert "has nothing to tune" in error_line(run())

@@ -10,7 +10,7 @@ from helpers.tensor_cores import run_on_cpu
 from tinygrad import Device, dtypes
 
 from tinyvllm.backend import scatter_kernel
-from tinyvllm_extra.kernels import cuda_source, generic as attention, many_rows, matmul, schedule
+from tinyvllm_extra.kernels import cuda_source, generic as attention, many_rows, matmul
 from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear, FastNorm
 from tinyvllm_extra.models.storage_order import reorder
 from tinyvllm_extra.formats.quantization import Quantized, dequantize, quantize
@@ -125,11 +125,10 @@ def test_kernel_for_tensor_cores_in_bfloat16_equals_numpy(use_many_rows, rows, b
 def test_kernel_with_split_k_equals_numpy_for_all_choices(use_many_rows, monkeypatch, rows, min_work_groups, parts):
   set_min_groups(monkeypatch, min_work_groups)
   layer, weight = make_layer("float16", 256, 256, axis=1)
-  check_many_rows(layer, weight, rows, parts)
-  key = f"linear {rows} 256 256 16 1"
-  for tiles in schedule.candidates[key][1::4]:
-    monkeypatch.setattr(schedule, "choices", {key: str(tiles)})
-    check_many_rows(layer, weight, rows, tiles.splits)
+  key, tiles = many_rows.candidates(layer, on_device(normal(rows, 256)))
+  for choice in tiles[::2]:
+    monkeypatch.setattr(many_rows, "choices", {key: str(choice)})
+    check_many_rows(layer, weight, rows, parts)
 
 
 @pytest.mark.parametrize("bits", [8, 4, "e4m3"])

@@ -1,11 +1,11 @@
 """Captured steps on disk: a later engine restores them, and only if nothing that determines them has changed."""
 import pytest
 from helpers.engines import ENGINE, greedy, prompt, tokens
-from tinygrad import Device, helpers
+from tinygrad import helpers
 from tinygrad.engine import realize
 
 from tinyvllm import LLM, SamplingParams
-from tinyvllm_extra.formats import tuned_file
+from tinyvllm_extra.formats import tuning
 from tinyvllm_extra.kernels import FastBackend, step_cache
 
 PROMPTS = [prompt(n) for n in (3, 20)]
@@ -42,12 +42,12 @@ def test_engine_restores_the_steps_of_an_earlier_one(run, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["option", "code", "choices", "backend", "level"])
-def test_changed_step_is_captured(run, monkeypatch, change):
+def test_changed_step_is_captured(run, monkeypatch, tmp_path, change):
   run()
   if change == "code": monkeypatch.setattr(step_cache, "source_hash", lambda: "other")
   if change == "level": monkeypatch.setattr(helpers.CACHELEVEL, "value", 1)
-  name = tuned_file.device_name(Device.default)
-  if change == "choices": monkeypatch.setattr(tuned_file, "read", lambda: {name: {"cpu 1": "4"}})
+  (path := tmp_path / "tuned.json").write_text('{"linear": "4"}')
+  if change == "choices": monkeypatch.setattr(tuning, "path", lambda: path)
   options = {"option": {"max_num_seqs": 3}, "backend": {"backend": OtherBackend()}}.get(change, {})
   _, num_captured = run(**options)
   assert bool(num_captured) == (change in ("option", "code", "choices")), "a step of unknown code is not stored"

@@ -1,25 +1,25 @@
 """`tinyvllm doctor`: test each tinygrad backend on this machine; report which one the engine uses and why, and which
 models fit. Each backend runs in its own process, since a driver may hang or crash. The bandwidth test runs the
 engine's matmul, so that it predicts the engine's speed."""
-import importlib.metadata, json, math, os, pathlib, platform, re, shlex, shutil, signal, statistics
-import subprocess, sys, time
+import importlib.metadata, json, math, os, pathlib, platform, re, shlex, shutil, signal
+import subprocess, sys
 from typing import Any
 
 import numpy as np
-from tinygrad import Context, Device, Tensor, TinyJit, dtypes
+from tinygrad import Device, Tensor, dtypes
 from tinygrad.device import ALL_DEVICES
 
 from tinyvllm import __version__, backend, config
 from tinyvllm.config import InputError, JsonObject
 from tinyvllm_extra import kernels, programs
+from tinyvllm_extra.formats import tuning
 from tinyvllm_extra.formats.hub import open_checkpoint
 from tinyvllm_extra.formats.fit import DTYPES, GIB, QUANTIZED, estimate_fit, open_device, prequantized
 from tinyvllm_extra.formats.gguf import GGUFCheckpoint
-from tinyvllm_extra.formats import tuned_file
 from tinyvllm_extra.kernels.drivers import device_memory, host_memory
 from tinyvllm_extra.models import find_model
 
-from .tune import tune
+from .tune import seconds_per_call, tune
 
 LIMIT = 90   # timeout of a backend's process, in seconds
 BUFFER = 2**28   # maximum size of the bandwidth test's weights, in bytes
@@ -37,10 +37,11 @@ def probe(seconds: float) -> None:
   try:
     facts = open_device()
     best = kernels.make_backend()
-    name, total = describe(Device.default)
+    total = device_memory(Device.DEFAULT).total
     most = best.memory.largest_tensor()
-    emit(opens=True, device=name, renderer=f"{Device.DEFAULT} {type(Device.default.renderer).__name__}", **facts,
-         total_gib=total / GIB, largest_gib=min(total, most) / GIB)
+    renderer = f"{Device.DEFAULT} {type(Device.default.renderer).__name__}"
+    emit(opens=True, device=tuning.device_name(Device.default), renderer=renderer, **facts, total_gib=total / GIB,
+         largest_gib=min(total, most) / GIB)
     size = min(BUFFER, most, int(facts["free_gib"] * GIB) // 4)
     if seconds: emit(gb_per_s=bandwidth(best.Linear, size, getattr(dtypes, facts["dtype"]), seconds) / 1e9)
   except Exception as error: emit(reason=reason_of(error))   # backends raise various exceptions
@@ -52,27 +53,14 @@ def reason_of(error: BaseException) -> str:
   return "; ".join(dict.fromkeys(str(e).split("\n")[0] or repr(e) for e in getattr(cause, "exceptions", [cause])))
 
 
-def describe(opened: Any) -> tuple[str, int]:
-  """Return a device's name, or else its architecture, and its total memory in bytes."""
-  return tuned_file.device_name(opened), device_memory(opened.device).total
-
-
 def bandwidth(layer_type: type[backend.Linear], size: int, dtype: Any, seconds: float) -> float:
   """Return the median memory bandwidth, in bytes per second, of a backend's x @ W.T in a graph. size: bytes of W. On a
   fast device the graph reads W 16 times, like a model's layers: a single read would measure the host."""
   linear = layer_type(INPUTS, {"W": size // INPUTS // dtype.itemsize // 16 * 16}, False, dtype)
   linear.weight = linear.weight.contiguous().realize()
   x = Tensor.empty(1, INPUTS, dtype=dtype).contiguous().realize()
-
   def read(times: int, seconds: float) -> float:
-    graph = TinyJit(lambda: Tensor.realize(*[linear(x) for _ in range(times)]))
-    durations: list[float] = []
-    while len(durations) < 3 or sum(durations[2:]) * times < seconds:   # the first two calls compile and capture
-      started = time.perf_counter()
-      with Context(JIT_BATCH_SIZE=0): graph()
-      Device[Device.DEFAULT].synchronize()
-      durations.append((time.perf_counter() - started) / times)
-    return statistics.median(durations[2:])
+    return seconds_per_call(lambda: Tensor.realize(*[linear(x) for _ in range(times)]), seconds) / times
   return linear.weight.nbytes() / read(16 if read(1, 0) < 2e-3 else 1, seconds)
 
 
@@ -166,7 +154,7 @@ def main(args: JsonObject) -> int:
   if args["tune"]:
     name = model or "Llama-3.2-1B"
     rows = tune(name, models[name], args["quantization"])
-    print(json.dumps(rows, indent=2) if args["json"] else "\n".join([*table(rows), "", f"kept in {tuned_file.path()}"]))
+    print(json.dumps(rows, indent=2) if args["json"] else "\n".join([*table(rows), "", f"kept in {tuning.path()}"]))
     return 0
   report = make_report(seconds, models, args["kv_cache_dtype"]) | description
   print(json.dumps(report, indent=2) if args["json"] else "\n".join(line[:120] for line in format_report(report)))

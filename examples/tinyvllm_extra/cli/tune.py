@@ -1,48 +1,63 @@
-"""`tinyvllm doctor --tune`: measure the matrix kernels in a model's shapes, for steps that decode, and keep the fastest
-ones in the file of formats/tuned_file.py."""
-import copy, functools, pathlib, re
+"""`tinyvllm doctor --tune`: measure the tiles of matrix kernels in a model's shapes, for steps that decode, and keep
+the fastest ones in the file of formats/tuning.py."""
+import json, pathlib, re, statistics, time
+from collections.abc import Callable
 
-from tinygrad import Device, Tensor, dtypes, helpers
+from tinygrad import Context, Device, Tensor, TinyJit, dtypes, helpers
 
-from tinyvllm.backend import Devices, cpu_cores
+from tinyvllm.backend import Devices
 from tinyvllm.config import JsonObject, check
-from tinyvllm_extra import kernels
-from tinyvllm_extra.formats import fit, tuned_file, tuning
-from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear
+from tinyvllm_extra.formats import fit, tuning
+from tinyvllm_extra.kernels import kernel_cache, make_backend, many_rows
+from tinyvllm_extra.kernels.matmul import FastLinear
 from tinyvllm_extra.models import find_model
 
 ROWS = (1, 8, 16, 32, 64)
-COPIES = 2**28   # bytes of all copies of a matrix, more than caches hold
-KERNELS = 32     # maximum copies, and on a GPU minimum kernels of a graph, so that it takes longer than its launch
+GAIN = 1.03   # minimum gain of a choice
+
+
+def seconds_per_call(step: Callable[[], object], seconds: float) -> float:
+  """Return the median duration of a step in a graph, in calls that take at least `seconds` together."""
+  graph, durations = TinyJit(step), list[float]()
+  while len(durations) < 3 or sum(durations[2:]) < seconds:   # the first two calls compile and capture
+    started = time.perf_counter()
+    with Context(JIT_BATCH_SIZE=0): graph()
+    Device[Device.DEFAULT].synchronize()
+    durations.append(time.perf_counter() - started)
+  return statistics.median(durations[2:])
+
+
+def choose(layers: list[FastLinear], x: Tensor, kept: dict[str, str]) -> JsonObject:
+  """Add the fastest tiles for products of x with the same matrix to `kept`. Return facts for the report. The products
+  in a graph share the buffer of their results, so that none starts before another has ended."""
+  def measure(tiles: many_rows.Tiles) -> float:   # microseconds, in calls that take at least 0.1 s together
+    many_rows.choices = {key: str(tiles)}
+    return seconds_per_call(lambda: Tensor.realize(*[layer(x) for layer in layers]), 0.1) / len(layers) * 1e6
+  key, (built_in, *others) = many_rows.candidates(layers[0], x)
+  fastest = min((built_in, *others), key=measure)
+  times = {tiles: measure(tiles) for tiles in (built_in, fastest)}   # again, as the fastest of many was also lucky
+  best = fastest if GAIN * times[fastest] < times[built_in] else built_in
+  kept[key] = str(best)
+  sizes = re.sub(r"m.*?, |\w+=|Tiles", "", str(best))
+  return {"rows": x.shape[0], "candidates": 1 + len(others), "built_in_us": times[built_in], "best_us": times[best],
+          "gain_percent": 100 * (times[built_in] / times[best] - 1), "choice": sizes}
 
 
 def tune(name: str, hf: JsonObject, quantization: str | None) -> list[JsonObject]:
   """Measure the matrices of a model, and write the file. Return a row of the report per matrix and number of rows. hf:
   the content of config.json. quantization: of a model that is not pre-quantized, "int8", "int4" or None."""
-  kept = tuned_file.prepare_device()
-  backend = kernels.make_backend()
+  kept = {**tuning.prepare_device()}
+  backend = make_backend()
   config, model_class = find_model(hf, pathlib.Path(name))
   model = model_class(config, getattr(dtypes, backend.pick_dtype("auto", config)), backend, Devices())
-  weights = tuning.RandomWeights(hf, fit.prequantized(hf) or quantization)
-  model.norm = backend.Norm("norm", config.hidden_size, 1e-5, model.dtype)   # GPT-2 has another kind
-  model.norm.load(weights)
   layers = {(type(x), x.weight.shape, x.axis): x for x in model.modules()
-            if isinstance(x, FastLinear) and type(x) in (FastLinear, FastGateUp)}
+            if isinstance(x, FastLinear) and x.num_experts == 1 and x.weight.ndim == 8}
+  check(layers, f"DEV={Device.DEFAULT} has nothing to tune for {name}: only CUDA's tensor cores have several kernels")
   report: list[JsonObject] = []
   for layer in helpers.tqdm([*layers.values()], desc="measuring", disable=None):
-    shapes = [(T, layer.weight.max_numel() // layer.out_features) for T in ROWS]   # x of each product
-    layer.load(weights)
-    copies = [copy.copy(layer) for _ in range(min(KERNELS, 1 + COPIES // layer.weight.nbytes()))]
-    for other in copies: other.weight = layer.weight.clone().realize()
-    if not cpu_cores(): copies *= -(-KERNELS // len(copies))
-    for x in [Tensor.ones(*shape, dtype=model.dtype).contiguous().realize() for shape in shapes]:
-      key, graphs = tuning.candidates(functools.partial(tuning.capture, copies, x, model.norm))
-      if not key: continue   # the kernel has no candidates
-      best, *times = tuning.best_of(tuning.measure(graphs, len(copies)))
-      kept = kept | {key: best}
-      report.append({"matrix": ", ".join(name.rpartition(".")[2] for name in layer.sources), "rows": x.shape[0],
-                     "candidates": len(graphs), "built_in_us": times[0], "best_us": times[1],
-                     "gain_percent": 100 * (times[0] / times[1] - 1), "choice": re.sub(r"m.*?, |\w+=|Tiles", "", best)})
-  check(report, f"DEV={Device.DEFAULT} has nothing to tune: the kernels of {name} have no candidates there")
-  tuned_file.write(kept)
+    copies = tuning.copies_of(layer, fit.prequantized(hf) or quantization)
+    for x in [Tensor.ones(T, 32 * layer.weight.max_shape[1], dtype=model.dtype).contiguous().realize() for T in ROWS]:
+      report.append({"matrix": ", ".join(name.rpartition(".")[2] for name in layer.sources), **choose(copies, x, kept)})
+  kernel_cache.write(tuning.path(), json.dumps(kept, indent=1).encode())
+  check(tuning.prepare_device() == kept, f"{tuning.path()} cannot be written: set CACHEDB to a file in another folder")
   return report

@@ -1,100 +1,63 @@
-"""Times the candidates of matrix kernels (kernels/schedule.choose) with random weights in a checkpoint's format."""
-import time
-from collections.abc import Callable, Sequence
-from statistics import median
+"""Tuned tiles of matrix kernels (kernels/many_rows.choose_tiles): their file in the folder of compiled kernels, and
+matrices for `tinyvllm doctor --tune` to measure."""
+import copy, hashlib, json, pathlib, re
+from typing import Any
 
 import numpy as np
-from tinygrad import Context, Device, Tensor, TinyJit
-from tinygrad.dtype import DType
+from tinygrad import Device, Tensor, dtypes, nn
 
-from tinyvllm.backend import Linear, Module, Norm, cpu_cores
-from tinyvllm.config import JsonObject, logger
-from tinyvllm.llama import Checkpoint
-from tinyvllm_extra.kernels import schedule
-from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear
-from tinyvllm_extra.models.quantized import Matrix
-from tinyvllm_extra.models.stored_weights import StoredWeights
+from tinyvllm.config import logger
+from tinyvllm_extra import kernels
+from tinyvllm_extra.kernels import many_rows
+from tinyvllm_extra.kernels.matmul import FastLinear
+from tinyvllm_extra.kernels.tinygrad_patches import cache_folder
+from tinyvllm_extra.models.quantized import NUMBER_FORMATS
 
 from .fit import is_in_layer
-from .quantization import map_rows, quantize, to_float32
-from .weights import to_device
 
-ROUNDS = 10   # in each, all candidates run once
-GAIN = 1.03   # minimum gain of a choice, in each half of the rounds
+COPIES = 2**28   # bytes of a matrix's copies, more than caches hold
+KERNELS = 64     # products in a graph, so that it takes longer than its launch
 
 
-class RandomWeights(StoredWeights, Checkpoint):
-  """Weights of a model with this config.json. quantization: "int8" or "int4" for the matrices in layers, or None."""
-  has_8bit_inputs = True
-
-  def __init__(self, hf: JsonObject, quantization: str | None):
-    floats = np.random.default_rng(0).standard_normal(2**16 - 1, np.float32)
-    halves = {"float16": floats.astype(np.float16), "bfloat16": (floats.view(np.uint32) >> 16).astype(np.uint16)}
-    self.numbers: np.ndarray = halves.get(hf.get("dtype") or hf.get("torch_dtype") or "", floats)
-    self.bits = {"int8": 8, "int4": 4}.get(quantization or "", 0)
-
-  def vectors(self, module: Module, suffix: str) -> list[np.ndarray]:
-    return [np.zeros(sum(module.sources.values()), np.float32)]
-
-  def matrices(self, module: Linear) -> list[Matrix]:
-    block: Matrix = np.resize(self.numbers, (16, module.weight.max_numel() // module.out_features))
-    if self.bits and is_in_layer(next(iter(module.sources))): block = quantize(to_float32(np.asarray(block)), self.bits)
-    return [map_rows(lambda x: np.resize(x, (module.out_features, x.shape[1])), block)]
-
-  def place(self, module: Module, arrays: Sequence[np.ndarray], dtype: DType | None = None) -> Tensor:
-    return to_device(np.ascontiguousarray(arrays[0]), dtype, Device.DEFAULT).realize()
+def device_name(opened: Any) -> str:
+  """Return a device's name, or else its architecture."""
+  if opened.device == "CUDA":
+    from tinyvllm_extra.kernels import cuda
+    return cuda.device_name(opened)
+  info = pathlib.Path("/proc/cpuinfo")
+  names = re.findall(r"model name\s*: (.*)", info.read_text()) if opened.device == "CPU" and info.exists() else []
+  return [*names, getattr(opened, "device_name", opened.arch or "")][0]
 
 
-def capture(layers: list[FastLinear], x: Tensor, norm: Norm) -> Callable:
-  """Capture the product of x with each layer and, where it may use split-K, the norm that adds the parts."""
-  layer = layers[0]
-  activation = layer.activation if isinstance(layer, FastGateUp) and layer.weight.ndim > 3 else ""
-  height, width = FastLinear.__call__(layer, x).shape[0], layer.out_features // (2 if activation else 1)
-  out, total = [Tensor.zeros(n, width, dtype=x.dtype).contiguous().realize() for n in (height, x.shape[0])]
-
-  def step() -> Tensor:
-    product, residual = out, total
-    for layer in layers:   # all write the same buffer, so that a GPU runs them one after the other
-      product = layer.multiply(product, x, activation=activation)
-      if layer.axis == 1: residual, _ = norm.add(residual, product)
-    return product.realize(residual)
-  graph = TinyJit(step)
-  with Context(JIT_BATCH_SIZE=0):
-    for _ in range(3): graph()   # compiles, captures, runs
-  return graph
+def path() -> pathlib.Path:
+  """Return the file for the default device and these kernels. Other devices and kernels have other files."""
+  files = sorted(x for x in pathlib.Path(kernels.__file__).parent.iterdir() if x.is_file())
+  kernels_hash = hashlib.sha256(b"".join(x.read_bytes() for x in files)).hexdigest()[:8]
+  return cache_folder() / re.sub(r"[^\w.]+", "_", f"tuned {device_name(Device.default)} {kernels_hash}.json")
 
 
-def candidates(capture_graph: Callable[[], Callable]) -> tuple[str, dict[str, Callable]]:
-  """Return the key of the choice in a graph, or "" for a graph without one, and the graph with each candidate, by its
-  `str`, the built-in one first. Changes `choices`."""
-  schedule.choices = {}
-  schedule.candidates.clear()
-  graph = capture_graph()
-  key, texts = next(((key, [*map(str, x)]) for key, x in schedule.candidates.items()), ("", [""]))
-  graphs = {texts[0]: graph}
-  for text in [*dict.fromkeys(texts)][1:]:
-    schedule.choices = {key: text}
-    try: graphs[text] = capture_graph()
-    except Exception as error: logger.warning(f"{key}: {text} fails: {error}")   # compilers raise various ones
-  return key, graphs
+def prepare_device() -> dict[str, str]:
+  """Like kernels.prepare_device. Then use the choices in the device's file, if it has one, and return them. A damaged
+  file is ignored with a warning."""
+  kernels.prepare_device()
+  many_rows.choices = {}
+  try: many_rows.choices = dict(json.loads(path().read_text())) if path().exists() else {}
+  except (OSError, ValueError, TypeError) as error:
+    logger.warning(f"{path()} is ignored: {error}; `tinyvllm doctor --tune` measures again")
+  return many_rows.choices
 
 
-def measure(graphs: dict[str, Callable], count: int) -> dict[str, list[float]]:
-  """Return the microseconds per product of each graph in each round. count: products in a graph."""
-  launches = 1 if cpu_cores() else 4
-  times: dict[str, list[float]] = {text: [] for text in graphs}
-  for text, graph in [*graphs.items()] * ROUNDS:
-    started = time.perf_counter()
-    for _ in range(launches): graph()
-    Device[Device.DEFAULT].synchronize()
-    times[text].append(1e6 * (time.perf_counter() - started) / launches / count)
-  return times
-
-
-def best_of(times: dict[str, list[float]]) -> tuple[str, float, float]:
-  """Return the fastest candidate, or the first one, if no other is faster by GAIN in both halves of the rounds, and the
-  medians of the first one and of it."""
-  first, *_ = times
-  def gain(x: str) -> float: return min(median(times[first][half::2]) / median(times[x][half::2]) for half in (0, 1))
-  best = max(times, key=lambda x: gain(x) if gain(x) >= GAIN else 0)
-  return best, median(times[first]), median(times[best])
+def copies_of(layer: FastLinear, quantization: str | None) -> list[FastLinear]:
+  """Return KERNELS layers, copies of one for tensor cores with zeros as weights. The same copy returns after COPIES
+  bytes of weights or more. quantization: "int8" or "int4" for a matrix in layers, or None."""
+  if quantization and is_in_layer(next(iter(layer.sources))):
+    layer.number_format = NUMBER_FORMATS[np.dtype({"int8": np.int8, "int4": np.uint8}[quantization])]
+    (tiles, parts), bits = layer.weight.max_shape[:2], layer.number_format.bits
+    layer.weight = Tensor.empty(tiles, parts, 8, 4, bits // 2, dtype=dtypes.uint32)
+    names = ("scale", "offset")[:8 // bits]   # int8 has no offset
+    layer.scales = {name: Tensor.empty(tiles, parts, 8, 2, dtype=dtypes.half) for name in names}
+  for x in nn.state.get_parameters(layer): x.replace(x.zeros_like().contiguous().realize())
+  layer.flags = many_rows.new_flags(Device.DEFAULT)
+  copies = [copy.copy(layer) for _ in range(min(KERNELS, 1 + COPIES // layer.weight.nbytes()))]
+  for other in copies: other.weight = layer.weight.clone().realize()
+  return (copies * KERNELS)[:KERNELS]

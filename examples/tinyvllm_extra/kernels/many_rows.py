@@ -11,7 +11,6 @@ from tinyvllm_extra.models.quantized import NumberFormat
 from . import cuda_source, shards
 from .buffers import new, new_tensor
 from .cuda_source import Launch
-from .schedule import choose
 
 if TYPE_CHECKING: from .matmul import FastLinear
 
@@ -57,17 +56,24 @@ TABLES = {key: [Tiles(*sizes) for sizes in table] for key, table in
 # the multiprocessors of an H100 or H200, smaller ones would leave some idle, and each may use all shared memory.
 # Measured on both cards (tests/benchmarks/LOG.md)
 WGMMA = [Tiles(1, 32, 8, 1, 0), Tiles(1, 16, 8, 1, 0)]
+choices: dict[str, str] = {}   # by key of `candidates`: `str` of the tiles to use (formats/tuning.py)
 
 
 def choose_tiles(layer: "FastLinear", x: Tensor, row_groups: Tensor | None = None) -> Tiles | None:
   """Return the tiles for x, (T, K), or None if W is not in the layout for tensor cores. row_groups: see
   schedule.Routes."""
-  (T, K), N, num_groups, limit = x.max_shape, layer.out_features // layer.num_experts, 1, 1
   if layer.weight.ndim < 5: return None
+  key, tiles = candidates(layer, x, row_groups)
+  return next((x for x in tiles if str(x) == choices.get(key)), tiles[0])
+
+
+def candidates(layer: "FastLinear", x: Tensor, row_groups: Tensor | None = None) -> tuple[str, list[Tiles]]:
+  """Return the key of a choice of tiles, and all that fit, the built-in ones first. See choose_tiles."""
+  (T, K), N, num_groups, limit = x.max_shape, layer.out_features // layer.num_experts, 1, 1
   if row_groups is not None: num_groups, T = row_groups.max_shape[0], max(1, row_groups.max_shape[1] - 1)
   else:
     fitting = [x for x in WGMMA if T % x.rows == 0 == K % 64]
-    if fitting and layer.flags is not None and current_tokens(T) is not None: return fitting[0]
+    if fitting and layer.flags is not None and current_tokens(T) is not None: return "", fitting
     if layer.axis == 1 and layer.bias is None: limit = math.gcd(K // 32, MAX_SPLITS)
 
   def fits(x: Tiles, any_blocks: bool = False) -> bool:
@@ -77,8 +83,9 @@ def choose_tiles(layer: "FastLinear", x: Tensor, row_groups: Tensor | None = Non
     return has_memory and fits_rows and N % x.outputs == 0 and (any_blocks or x.min_groups <= blocks <= x.max_groups)
   many, few = [TABLES[f"{rows} {'quantized' if layer.scales else 'floats'}"] for rows in ("many", "few")]
   tiles = [x._replace(splits=n) for x in many for n in range(1, limit + 1) if limit % n == 0] + few
-  key = f"linear {T} {K} {N} {layer.number_format.bits} {num_groups}"
-  return choose(key, next(filter(fits, tiles)), *[x for x in tiles if fits(x, True)])
+  first = next(filter(fits, tiles))
+  key = f"linear {T} {K} {N} {layer.number_format.bits} {num_groups} {first.splits}"
+  return key, [first, *[x for x in tiles if fits(x, True) and x.splits == first.splits and x != first]]
 
 
 def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles, activation: str,

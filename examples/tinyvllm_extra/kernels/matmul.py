@@ -23,7 +23,7 @@ from . import cuda_source, many_rows
 from .buffers import new
 from .cpu import cpu_sums
 from .cuda_source import Launch
-from .schedule import (Operands, Routes, add_up, axes, axis, call, choose, divisor, end, fold, kernel_of, lane_axis,
+from .schedule import (Operands, Routes, add_up, axes, axis, call, divisor, end, fold, kernel_of, lane_axis,
                        shared_by, unrolled)
 from .shards import local_ids, partial_sums
 
@@ -221,7 +221,7 @@ def linear_kernel(operands: Operands) -> UOp:
   T, K, lanes = routes.num_rows, operands.x.max_shape[1], operands.weight.max_shape[2]
   group_size = K if operands.scale is None else K // operands.scale.max_shape[1]
   is_simd = cpu_cores() and lanes == 16
-  sums = choose(f"cpu {T} {operands.weight.shape} {operands.weight.dtype.name}", cpu_sums(), 4, 8, 16) if is_simd else 1
+  sums = cpu_sums() if is_simd else 1
   rows = gcd(T, sums)
   splits = gcd(group_size, sums // rows) if rows < 4 else 1   # else 4 rows take 1.5 times as long
   n = routes.first_tile + axis(routes.num_tiles, 0, AxisType.WEAK)

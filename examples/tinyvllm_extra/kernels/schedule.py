@@ -2,7 +2,7 @@
 online softmax."""
 import dataclasses, functools, math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.codegen.opt import Opt, OptOps
@@ -15,15 +15,6 @@ from tinyvllm_extra.models.quantized import UNQUANTIZED, NumberFormat
 
 LOWEST = -1e30   # score with weight 0; not -inf, because inf - inf is NaN
 LOG2_E = math.log2(math.e)
-choices: dict[str, str] = {}   # tuned ones (formats/tuned_file.py): `str` of a candidate, by key
-candidates: dict[str, list] = {}   # by key, the default one first
-T = TypeVar("T")
-
-
-def choose(key: str, default: T, *others: T) -> T:
-  """Return the candidate that `choices` names, else the default. key: the kernel and its sizes."""
-  candidates[key] = [default, *others]
-  return next((x for x in others if str(x) == choices.get(key)), default)
 
 
 def axes(first: int, *extents: sint, axis_type: AxisType = AxisType.WEAK) -> list[UOp]:
