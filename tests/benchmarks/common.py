@@ -36,7 +36,7 @@ from tinyvllm_extra.formats.weights import SafetensorsCheckpoint
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 from tinyvllm_extra import graph_policy
 from tinyvllm_extra.kernels import make_backend, prepare_device
-from tinyvllm_extra.kernels.many_rows import new_flags
+from tinyvllm_extra.kernels.products import new_flags
 from tinyvllm_extra.kernels.matmul import FastLinear, scales_shape
 from tinyvllm_extra.models.quantized import E4M3, NUMBER_FORMATS
 

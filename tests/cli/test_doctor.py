@@ -25,7 +25,7 @@ from tinyvllm import LLM, __version__, backend, config
 from tinyvllm_extra.cli import doctor, tune
 from tinyvllm_extra.formats import tuning
 from tinyvllm_extra.formats.fit import estimate_fit, prequantized
-from tinyvllm_extra.kernels import cuda_source, many_rows
+from tinyvllm_extra.kernels import cuda_source, products
 from tinyvllm_extra.kernels.drivers import DriverMemory
 
 GIB = 2**30
@@ -298,7 +298,7 @@ def test_unusable_gguf_exits_before_opening_a_backend(model_error, tmp_path):
 def tuned(monkeypatch, tmp_path):
   """Return the path of the file of choices, in an empty folder."""
   monkeypatch.setattr(helpers, "CACHEDB", str(tmp_path / "cache.db"))
-  monkeypatch.setattr(many_rows, "choices", {})
+  monkeypatch.setattr(products, "choices", {})
   tuning.path().parent.mkdir()
   return tuning.path()
 
@@ -306,7 +306,7 @@ def tuned(monkeypatch, tmp_path):
 @pytest.mark.parametrize("text,choices", CASES["tuned"])
 def test_choices_that_are_damaged_or_of_other_kernels_are_ignored(tuned, caplog, monkeypatch, text, choices):
   tuned.write_text(text)
-  assert tuning.prepare_device() == many_rows.choices == choices
+  assert tuning.prepare_device() == products.choices == choices
   assert caplog.text.count(f"{tuned} is ignored: ") == (not choices)
   monkeypatch.setattr(tuning, "device_name", lambda device: "A GPU/2")
   monkeypatch.setattr(tuning.kernels, "__file__", str(tuned))
@@ -320,7 +320,7 @@ def test_tune_keeps_tiles_that_are_faster_twice(tuned, monkeypatch, tmp_path, qu
   calls, built_in = [], {}
   def seconds(step, least):
     """Return 2e-6 for the built-in tiles, which are a matrix's first, or else a time of the case. Run a step once."""
-    calls.append(choice := [*many_rows.choices.items()][0])
+    calls.append(choice := [*products.choices.items()][0])
     if calls.count(choice) == 2: step()
     return 2e-6 if built_in.setdefault(*choice) == choice[1] else times[calls.count(choice) > 1] / 1e6
   def run(): return run_command("doctor", "--tune", "--model", folder, *quantization)
@@ -332,6 +332,6 @@ def test_tune_keeps_tiles_that_are_faster_twice(tuned, monkeypatch, tmp_path, qu
     patch.setattr(helpers, "CACHEDB", "/proc/none/cache.db")
     assert f"{tuned.name} cannot be written" in error_line(run())
   LLM(folder)
-  assert len(many_rows.choices) == len(built_in) == 5 and (many_rows.choices != built_in) == (gain > "0.000")
+  assert len(products.choices) == len(built_in) == 5 and (products.choices != built_in) == (gain > "0.000")
   monkeypatch.setattr(cuda_source, "has_mma", lambda dtype: False)
   assert "has nothing to tune" in error_line(run())

@@ -9,11 +9,11 @@ from helpers.reference import random_numbers
 from helpers.tensor_cores import run_on_cpu
 from tinygrad import Tensor, TinyJit, dtypes
 
-from tinyvllm_extra.kernels import cuda_source, many_rows
+from tinyvllm_extra.kernels import cuda_source, products
 from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear
 from tinyvllm_extra.models.quantized import Quantized
 
-IS_HOPPER = many_rows.new_flags("CUDA") is not None
+IS_HOPPER = products.new_flags("CUDA") is not None
 # Maximum rows, inputs, outputs. With three multiprocessors: a tile that several share, also whole rounds, and both
 SMALL = [(128, 576, 400), (512, 128, 256), (256, 192, 128), (384, 64, 272)]
 LARGE = [(512, 4096, 4096), (2048, 4096, 12288), (384, 576, 1024), (512, 11008, 4096)]
@@ -25,18 +25,18 @@ REST = [(sizes, layer_class, kind) for sizes in SMALL + LARGE * IS_HOPPER for la
 
 @pytest.fixture
 def hopper(monkeypatch):
-  reset = many_rows.current.set(None)
+  reset = products.current.set(None)
   if not IS_HOPPER:
     run_on_cpu(monkeypatch)
-    monkeypatch.setattr(many_rows, "new_flags", lambda devices: on_device(np.zeros(8 * 3, np.uint32)))
+    monkeypatch.setattr(products, "new_flags", lambda devices: on_device(np.zeros(8 * 3, np.uint32)))
   yield
-  many_rows.current.reset(reset)
+  products.current.reset(reset)
 
 
 def tokens_of(T: int, count: int) -> Tensor:
   """Return the tokens of a step whose last ones are padding."""
-  tokens = np.zeros((many_rows.COUNT + 1, T), np.int32)
-  tokens[many_rows.COUNT] = count
+  tokens = np.zeros((products.COUNT + 1, T), np.int32)
+  tokens[products.COUNT] = count
   return on_device(tokens)
 
 
@@ -48,7 +48,7 @@ def test_packed_order_is_that_of_wgmma(T, K, count, hopper):
   order = np.arange(8) ^ (np.arange(rows) % 8)[:, None]   # 128-byte swizzle
   expected = np.take_along_axis(chunks, order[None, None, :, :, None], 3).reshape(T // rows, K // 64, rows, 64)
   tokens = tokens_of(T, count)
-  pack = functools.partial(many_rows.launch_pack, tiles=many_rows.WGMMA[rows == 128])
+  pack = functools.partial(products.launch_pack, tiles=products.WGMMA[rows == 128])
   out = Tensor.zeros(T, K, dtype=dtypes.float16).contiguous().realize()
   packed = cuda_source.run(pack, out=out, x=on_device(x), tokens=tokens)[0].numpy().reshape(expected.shape)
   exists = np.arange(T).reshape(T // rows, 1, rows, 1) < count
@@ -75,7 +75,7 @@ def test_product_equals_numpy_for_the_rows_that_exist(sizes, layer_class, kind, 
     expected = gate / (1 + np.exp(-gate)) * up
 
   def run(x: Tensor, tokens: Tensor) -> Tensor:
-    many_rows.current.set(tokens)
+    products.current.set(tokens)
     return layer(x).realize()
   if IS_HOPPER: run = TinyJit(run)
   for count in (T, 1, T // 2 + 3, T - 1, T) if IS_HOPPER else (T // 2 + 3, T):

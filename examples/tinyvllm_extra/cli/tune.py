@@ -8,7 +8,7 @@ from tinygrad import Context, Device, Tensor, TinyJit, dtypes, helpers
 from tinyvllm.backend import Devices
 from tinyvllm.config import JsonObject, check
 from tinyvllm_extra.formats import fit, tuning
-from tinyvllm_extra.kernels import kernel_cache, make_backend, many_rows
+from tinyvllm_extra.kernels import kernel_cache, make_backend, products
 from tinyvllm_extra.kernels.matmul import FastLinear
 from tinyvllm_extra.models import find_model
 
@@ -30,10 +30,10 @@ def seconds_per_call(step: Callable[[], object], seconds: float) -> float:
 def choose(layers: list[FastLinear], x: Tensor, kept: dict[str, str]) -> JsonObject:
   """Add the fastest tiles for products of x with the same matrix to `kept`. Return facts for the report. The products
   in a graph share the buffer of their results, so that none starts before another has ended."""
-  def measure(tiles: many_rows.Tiles) -> float:   # microseconds, in calls that take at least 0.1 s together
-    many_rows.choices = {key: str(tiles)}
+  def measure(tiles: products.Tiles) -> float:   # microseconds, in calls that take at least 0.1 s together
+    products.choices = {key: str(tiles)}
     return seconds_per_call(lambda: Tensor.realize(*[layer(x) for layer in layers]), 0.1) / len(layers) * 1e6
-  key, (built_in, *others) = many_rows.candidates(layers[0], x)
+  key, (built_in, *others) = products.candidates(layers[0], x)
   fastest = min((built_in, *others), key=measure)
   times = {tiles: measure(tiles) for tiles in (built_in, fastest)}   # again, as the fastest of many was also lucky
   best = fastest if GAIN * times[fastest] < times[built_in] else built_in

@@ -1,4 +1,4 @@
-"""Tuned tiles of matrix kernels (kernels/many_rows.choose_tiles): their file in the folder of compiled kernels, and
+"""Tuned tiles of matrix kernels (kernels/products.choose_tiles): their file in the folder of compiled kernels, and
 matrices for `tinyvllm doctor --tune` to measure."""
 import copy, hashlib, json, pathlib, re
 from typing import Any
@@ -8,7 +8,7 @@ from tinygrad import Device, Tensor, dtypes, nn
 
 from tinyvllm.config import logger
 from tinyvllm_extra import kernels
-from tinyvllm_extra.kernels import many_rows
+from tinyvllm_extra.kernels import products
 from tinyvllm_extra.kernels.matmul import FastLinear
 from tinyvllm_extra.kernels.tinygrad_patches import cache_folder
 from tinyvllm_extra.models.quantized import NUMBER_FORMATS
@@ -40,11 +40,11 @@ def prepare_device() -> dict[str, str]:
   """Like kernels.prepare_device. Then use the choices in the device's file, if it has one, and return them. A damaged
   file is ignored with a warning."""
   kernels.prepare_device()
-  many_rows.choices = {}
-  try: many_rows.choices = dict(json.loads(path().read_text())) if path().exists() else {}
+  products.choices = {}
+  try: products.choices = dict(json.loads(path().read_text())) if path().exists() else {}
   except (OSError, ValueError, TypeError) as error:
     logger.warning(f"{path()} is ignored: {error}; `tinyvllm doctor --tune` measures again")
-  return many_rows.choices
+  return products.choices
 
 
 def copies_of(layer: FastLinear, quantization: str | None) -> list[FastLinear]:
@@ -57,7 +57,7 @@ def copies_of(layer: FastLinear, quantization: str | None) -> list[FastLinear]:
     names = ("scale", "offset")[:8 // bits]   # int8 has no offset
     layer.scales = {name: Tensor.empty(tiles, parts, 8, 2, dtype=dtypes.half) for name in names}
   for x in nn.state.get_parameters(layer): x.replace(x.zeros_like().contiguous().realize())
-  layer.flags = many_rows.new_flags(Device.DEFAULT)
+  layer.flags = products.new_flags(Device.DEFAULT)
   copies = [copy.copy(layer) for _ in range(min(KERNELS, 1 + COPIES // layer.weight.nbytes()))]
   for other in copies: other.weight = layer.weight.clone().realize()
   return (copies * KERNELS)[:KERNELS]

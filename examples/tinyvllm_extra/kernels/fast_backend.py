@@ -13,7 +13,7 @@ from tinyvllm_extra.models.experts import MixtureBackend
 from tinyvllm_extra.models.layers import VariantConfig
 from tinyvllm_extra.options import LLMConfig
 
-from . import cuda_source, drivers, layer_calls, many_rows, matmul, step_cache, tensor_cores
+from . import cuda_source, drivers, layer_calls, products, matmul, step_cache, tensor_cores
 
 
 class FastSampler(Sampler):
@@ -60,9 +60,9 @@ class FastBackend(MixtureBackend):
     ropes, tokens, block_tables = inputs
     if x.shape[0] > tensor_cores.MAX_DECODE and cuda_source.speaks_cuda():
       tokens = tensor_cores.add_query_tiles(tokens, block_tables)
-    reset = many_rows.current.set(tokens)
+    reset = products.current.set(tokens)
     try: return layer_calls.run_layers(layers, x, delta, caches, ropes, tokens, block_tables)
-    finally: many_rows.current.reset(reset)
+    finally: products.current.reset(reset)
 
   def kv_layout(self, model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
     return tensor_cores.kv_layout(model, config, getattr(dtypes, self.stored_dtype, dtype))

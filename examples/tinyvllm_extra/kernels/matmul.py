@@ -19,7 +19,7 @@ from tinyvllm_extra.models.storage_order import (STORED, pack_numbers, pack_word
                                                  scales_shape, stored_shape)
 from tinyvllm_extra.models.stored_weights import stored_weights
 
-from . import cuda_source, many_rows
+from . import cuda_source, products
 from .buffers import new
 from .cpu import cpu_sums
 from .cuda_source import Launch
@@ -35,7 +35,7 @@ class FastLinear(backend.Linear):
   """A linear layer with W (float or quantized) stored in the order that lanes load it."""
   number_format = UNQUANTIZED
   order: Tensor | None = None   # (in,) int32: input of each column of W, if permuted (GPTQ)
-  flags: Tensor | None = None   # see many_rows.new_flags
+  flags: Tensor | None = None   # see products.new_flags
   has_8bit_inputs = False   # products use linear.c
   num_experts = 1   # matrices that are stacked in W
 
@@ -63,7 +63,7 @@ class FastLinear(backend.Linear):
     elif quantized := [w for w in shards if isinstance(w, Quantized)]:
       self.has_8bit_inputs = has_8bit_inputs and supports_8bit(self.weight.max_shape, quantized[0])
       self.store_quantized(quantized, place)
-    self.flags = many_rows.new_flags(self.weight.device)
+    self.flags = products.new_flags(self.weight.device)
 
   def store_quantized(self, quantized: list[Quantized], place: Callable[..., Tensor]) -> None:
     scales = {"scale": [prepare_scales(w, self.weight.dtype) for w in quantized],
@@ -86,7 +86,7 @@ class FastLinear(backend.Linear):
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
     """Like backend.Linear. With split-K, return the partial sums stacked along the first axis."""
-    tiles = many_rows.choose_tiles(self, x)
+    tiles = products.choose_tiles(self, x)
     out = new(x, x.shape[0], self.out_features * (tiles.splits if tiles else 1), dtype=dtype)
     return self.multiply(out.reshape(-1, self.out_features), x)
 
@@ -99,8 +99,8 @@ class FastLinear(backend.Linear):
       scratch = new(x, cpu_cores() * rows * 4 * x.max_shape[1], dtype=dtypes.uint8)   # x, or its q, scales and sums
       launch = functools.partial(launch_c, bits=self.number_format.bits, rows=rows, activation=activation)
       return cuda_source.run(launch, out=out, scratch=scratch, **tensors)[0]
-    if tiles := many_rows.choose_tiles(self, x, row_groups):
-      return many_rows.multiply(self, out, x, tiles, activation, row_groups)
+    if tiles := products.choose_tiles(self, x, row_groups):
+      return products.multiply(self, out, x, tiles, activation, row_groups)
     def run(operands: dict[str, UOp]) -> UOp:
       return linear_kernel(Operands(**operands, number_format=self.number_format))
     return call(run, out=out, **tensors)[0]
@@ -180,7 +180,7 @@ def launch_c(operands: dict[str, UOp], bits: int, rows: int, activation: str) ->
     "T": T, "K": K, "N": N, "WIDTH": width, "EXPERTS": tiles * 16 // N, "BITS": bits, "GROUPS": groups,
     "X_GROUP": x_group(K, groups), "ROWS_OUT": num_rows, "BLOCK_ROWS": rows, "BLOCKS": blocks, "ROW_GROUP": row_group,
     "ROW_PARTS": row_parts, "OUTPUT_PARTS": cores // row_parts, "IS_GATED": int(bool(activation)), "half": "_Float16",
-    "ACTIVATED(x)": many_rows.ACTIVATIONS[activation], "__expf(x)": "tv_exp2((x) * 1.44269504f)"}, (cores, 1, 1))
+    "ACTIVATED(x)": products.ACTIVATIONS[activation], "__expf(x)": "tv_exp2((x) * 1.44269504f)"}, (cores, 1, 1))
 
 
 def rows_kernel(out: UOp, ids: UOp, weight: UOp) -> UOp:

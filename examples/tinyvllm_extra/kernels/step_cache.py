@@ -13,7 +13,7 @@ from tinyvllm.config import logger
 from tinyvllm.runner import GraphKey, Runner
 from tinyvllm_extra.graph_policy import PaddedGraphs
 
-from . import many_rows
+from . import products
 from .kernel_cache import KernelFolder, write
 
 # Packages whose code and objects may determine a step; a step with others is not stored, since they may change
@@ -71,7 +71,7 @@ class StoredStep:
     self.writer = Writer(self.stream)
     self.writer.dump([runner.backend, runner.model, runner.config, runner.logits, runner.kv_caches, runner.ropes,
                       runner.block_tables, runner.last_tokens, words])
-    self.path = folder.file(renderer(), self.stream.getvalue(), key, source_hash(), many_rows.choices)
+    self.path = folder.file(renderer(), self.stream.getvalue(), key, source_hash(), products.choices)
 
   def load(self) -> CapturedJit | None:
     """Return the step, or None if it is not stored."""

@@ -56,7 +56,7 @@ def attend(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block
 def add_query_tiles(tokens: Tensor, block_tables: Tensor) -> Tensor:
   """Return tokens, (columns, T) int32, with two more columns. Row n of the first one describes query tile n, up to
   tile_size consecutive tokens of a sequence: tile_size * first token + number of further tokens, or -1 for no tile.
-  Each row of the second one, many_rows.COUNT, is the number of tokens without padding."""
+  Each row of the second one, products.COUNT, is the number of tokens without padding."""
   size = tile_size(int(tokens.shape[1]))
   slot = TOKENS.read(tokens)["slot"]                                    # (T,)
   t = Tensor.arange(slot.shape[0], dtype=dtypes.int32)
