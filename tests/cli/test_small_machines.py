@@ -2,7 +2,6 @@
 import json
 import math
 import resource
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -17,7 +16,6 @@ from tinygrad import dtypes
 from tinyvllm import LLM, InputError
 from tinyvllm.backend import Memory
 from tinyvllm_extra.formats import fit
-from tinyvllm_extra.cli import doctor
 from tinyvllm_extra import host_memory
 from tinyvllm_extra.kernels import FastBackend, drivers
 from tinyvllm_extra.models import find_model
@@ -42,7 +40,7 @@ def test_free_memory_is_least_limit_minus_used(monkeypatch, tmp_path, case):
   monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
   limit = resource.RLIM_INFINITY if case["rlimit"] is None else case["rlimit"] * GIB
   monkeypatch.setattr(resource, "getrlimit", lambda kind: {resource.RLIMIT_DATA: (limit, limit)}[kind])
-  free, total = drivers.host_memory().free, doctor.describe(SimpleNamespace(device="CPU", arch="x"))[1]
+  free, total = drivers.host_memory().free, drivers.device_memory("CPU").total
   assert [free / GIB, total / GIB] == case["expected"]
   assert FastBackend.memory.free(("CPU",)) == max(0, free - drivers.RESERVE)
 

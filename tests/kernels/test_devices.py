@@ -10,7 +10,6 @@ from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.runtime.autogen import opencl, webgpu
 
 from tinyvllm_extra import kernels
-from tinyvllm_extra.cli import doctor
 
 GIB = 2**30
 HOST = 12 * GIB    # free memory of the host
@@ -50,7 +49,7 @@ def memory(name):
   """Return free bytes, total bytes and the maximum bytes of a tensor on a device."""
   policy = kernels.FastBackend.memory
   with helpers.Context(DEV=name):
-    return policy.free((name,)), doctor.describe(Device[name])[1], policy.largest_tensor()
+    return policy.free((name,)), kernels.drivers.device_memory(name).total, policy.largest_tensor()
 
 
 # The default device
