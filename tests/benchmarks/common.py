@@ -339,7 +339,7 @@ def bytes_read(model: Llama, running: int) -> float:
   Experts count by the share that `running` tokens choose if each chooses at random."""
   parts = [part for part in model.modules() if part is not model.embed_tokens or part is model.lm_head]
   def share(part: Any) -> float:
-    if not hasattr(part, "num_experts"): return 1
+    if getattr(part, "num_experts", 1) == 1: return 1
     return 1 - (1 - model.config.num_experts_per_tok / part.num_experts)**running   # type: ignore[attr-defined]
   return sum({id(t): t.nbytes() * share(part) for part in parts for t in nn.state.get_parameters(part)}.values())
 
