@@ -91,6 +91,7 @@ def test_products_of_floats_equal_those_of_linear_kernel_exactly(monkeypatch, cp
   x, outputs = on_device(random_x(ROWS)[:40]), []
   for limit in (8, 2**31):   # rows from which linear.c is used
     monkeypatch.setattr(matmul, "FEW_ROWS", limit)
+    assert matmul.multiplies_floats(layer, x, x) == (limit == 8)
     outputs.append(layer(x).realize())
   np.testing.assert_array_equal(*[x.numpy() for x in outputs])
 

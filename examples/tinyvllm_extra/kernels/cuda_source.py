@@ -21,7 +21,7 @@ ARGUMENTS = {   # types of operands by name; HAS_... tells a source whether a ke
   "scale": "const u32*", "offset": "const u32*", "bias": "const float*", "row_groups": "const int*", "scratch": "char*"}
 
 
-# Whether kernels are compiled from CUDA C++, and programs may have dynamic shared memory (not those of DEV=NV)
+# Whether kernels are compiled from CUDA C++ and may have dynamic shared memory, which DEV=NV does not support
 def speaks_cuda() -> bool: return isinstance(renderer(), CUDARenderer) and Device.DEFAULT != "NV"
 
 

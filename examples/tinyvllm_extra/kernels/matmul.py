@@ -1,5 +1,5 @@
-"""Linear layers, with CUDA sources for tensor cores, a C source for 8 bits on a CPU, and linear_kernel for all other
-devices; RMS norm. A kernel in UOps defines its loops, the work of each thread and its stores."""
+"""Linear layers, with CUDA sources for tensor cores, a C source for CPUs, and linear_kernel for all other devices and
+for few rows on a CPU; RMS norm. A kernel in UOps defines its loops, the work of each thread and its stores."""
 import functools
 from collections.abc import Callable, Sequence
 from math import gcd
@@ -27,7 +27,7 @@ from .schedule import (Operands, Routes, add_up, axes, axis, call, divisor, end,
                        shared_by, unrolled)
 from .shards import local_ids, partial_sums
 
-FEW_ROWS = 8      # of floats, which linear_kernel multiplies as fast as linear.c
+FEW_ROWS = 8      # maximum rows of x that linear_kernel multiplies as fast as linear.c, if W holds floats
 PREFETCH = 4096   # bytes that a CPU core prefetches ahead of its current weights
 
 
@@ -148,7 +148,7 @@ class FastExperts(FastLinear):
 def x_group(in_features: int, groups: int) -> int: return gcd(32, in_features // groups)
 
 
-# Rows of x that a core quantizes at a time: they fit its cache
+# Rows of x that a core copies or quantizes at a time: they fit its cache
 def block_rows(rows: int, in_features: int) -> int: return min(rows, 64, max(8, 2**18 // in_features))
 
 

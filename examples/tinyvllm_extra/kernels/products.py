@@ -49,12 +49,12 @@ class Tiles(NamedTuple):
   def rows(self) -> int: return 8 * self.t_tiles * self.high
 
 
-TABLES = {key: [Tiles(*sizes) for sizes in table] for key, table in
-          json.loads(pathlib.Path(__file__).with_name("tiles.json").read_text()).items()}
 # The first ones with a fitting number of work groups are used, those for few rows also if there are fewer than their
 # rows. Quantized: fewer warps share the same outputs, as each warp dequantizes its own. With at most 132 work groups,
 # the multiprocessors of an H100 or H200, smaller ones would leave some idle, and each may use all shared memory.
 # Measured on both cards (tests/benchmarks/LOG.md)
+TABLES = {key: [Tiles(*sizes) for sizes in table] for key, table in
+          json.loads(pathlib.Path(__file__).with_name("tiles.json").read_text()).items()}
 WGMMA = [Tiles(1, 32, 8, 1, 0), Tiles(1, 16, 8, 1, 0)]
 choices: dict[str, str] = {}   # by key of `candidates`: `str` of the tiles to use (formats/tuning.py)
 
