@@ -55,8 +55,9 @@ def test_packed_order_is_that_of_wgmma(T, K, count, hopper):
   np.testing.assert_array_equal(packed.view(np.uint16), np.where(exists, expected, 0).view(np.uint16))
 
 
+@pytest.mark.parametrize("group", [64, 16])
 @pytest.mark.parametrize(("sizes", "layer_class", "kind"), [*QUICK, *slow(*REST)])
-def test_product_equals_numpy_for_the_rows_that_exist(sizes, layer_class, kind, hopper):
+def test_product_equals_numpy_for_the_rows_that_exist(sizes, layer_class, kind, group, hopper):
   T, inputs, outputs = sizes
   layer, rng = layer_class(inputs, {"w": outputs}, kind == "float16", dtypes.float16), np.random.default_rng(1)
   if kind == "float16":
@@ -65,8 +66,8 @@ def test_product_equals_numpy_for_the_rows_that_exist(sizes, layer_class, kind, 
     layer.bias = on_device(rng.standard_normal(outputs).astype(np.float32))
   else:
     q, numbers = random_numbers(rng, (outputs, inputs), kind)
-    scale, offset = (rng.random((2, outputs, inputs // 64)) / 4096).astype(np.float16)
-    weight = numbers * scale.repeat(64, 1).astype(np.float32) + (0 if kind == "e4m3" else offset.repeat(64, 1))
+    scale, offset = (rng.random((2, outputs, inputs // group)) / 4096).astype(np.float16)
+    weight = numbers * scale.repeat(group, 1).astype(np.float32) + (0 if kind == "e4m3" else offset.repeat(group, 1))
     store_quantized(layer, Quantized(q, scale, None if kind == "e4m3" else offset, np.arange(inputs)))
   x = rng.standard_normal((T, inputs)).astype(np.float16)
   expected = x.astype(np.float32) @ weight.astype(np.float32).T + (0 if layer.bias is None else layer.bias.numpy())

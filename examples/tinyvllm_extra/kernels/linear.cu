@@ -5,7 +5,6 @@
 // With few rows, and a scale for 32 inputs, scaling their sums takes fewer instructions than scaling the weights.
 #define THREADS (32 * WIDE * HIGH)
 #define SCALES (ROWS * 64 + OUTPUTS / 16 * W_BYTES)   // bytes of x and W, after which the scales are
-#define SETS (GROUPS * 32 > K ? GROUPS * 32 / K : 1)   // scales of an output in 32 inputs
 #define SCALES_SUMS (HAS_SCALE && T_TILES == 1 && SETS == 1)
 #define ONES (TYPE[0] == 'b' ? 0x3f803f80 : 0x3c003c00)
 

@@ -43,6 +43,7 @@ DEVICE u32 scaled(u32 x, u32 bias, u32 scale, u32 offset) {
 // Loads the lane's weights of 32 inputs, see storage_order.pack_numbers. scales, offsets: float16, of its two outputs.
 // RAW: without scales, and integers times 2^-24
 #define W_BYTES (64 * BITS)   // of 16 outputs and 32 inputs
+#define SETS (GROUPS * 32 > K ? GROUPS * 32 / K : 1)   // scales of an output in 32 inputs
 template <bool RAW = false> DEVICE void load_weights(u32 (*w)[4], const char* from, u32 scales, u32 offsets) {
   struct __align__(BITS * 2) Words { u32 at[BITS / 2]; };
   const int lane = threadIdx.x % 32;

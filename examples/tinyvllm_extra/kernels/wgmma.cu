@@ -61,7 +61,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) NAME(ARGUMENTS) {
     const int row_tile = tile % row_tiles, n16 = min(tile / row_tiles * 8 + warp, N / 16);   // N / 16: no outputs
     auto load = [&](u32 (&w)[4][4], int k) {   // the lane's weights of stage s
       UNROLL for (int i = 0; i < 2; i++) {
-        const int at = (min(n16, N / 16 - 1) * GROUPS + (k * 2 + i) * GROUPS / (K / 32)) * 8 + lane / 4;
+        const int group = (k * 2 + i) * GROUPS / (K / 32) + lane % 4 * SETS / 4;
+        const int at = (min(n16, N / 16 - 1) * GROUPS + group) * 8 + lane / 4;
         const u32 scales = HAS_SCALE ? __ldg(scale + at) : 0, offsets = HAS_OFFSET ? __ldg(offset + at) : 0;
         load_weights(w + i * 2, stages + s * STAGE + X_BYTES + (warp * 2 + i) * W_BYTES, scales, offsets);
       }
