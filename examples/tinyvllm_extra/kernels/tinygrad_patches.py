@@ -41,7 +41,6 @@ def apply(compiler: str) -> None:
     use_dynamic_shared_memory()
     compiler = compile_machine_code() or compiler
   lock_allocators()
-  skip_shapes_of_slices()
   keep_kernels_on_disk(compiler)
 
 
@@ -118,15 +117,6 @@ def compile_machine_code() -> str | None:
   compiler.ptx = helpers.DEBUG >= 5   # tinygrad prints PTX only
   compiler.compile_options[0] = f"--gpu-architecture={compiler.arch.replace('sm_90', 'sm_90a')}"   # has wgmma
   return getattr(nvrtc.dll, "_name", None)
-
-
-@functools.cache
-def skip_shapes_of_slices() -> None:
-  """Do not derive the shape of a slice whose start depends on a loop: its check takes seconds per capture.
-  Checked with 0.14.0. Remove when captures are equally fast without this (tests/processes/test_start.py)."""
-  shape = vars(UOp)["_shape"]
-  derive = shape.fxn
-  shape.fxn = lambda x: x.src[2].as_shape if x.op is Ops.SHRINK and x.src[1].ranges else derive(x)
 
 
 def cache_folder() -> pathlib.Path: return pathlib.Path(helpers.CACHEDB).parent / "tinyvllm"
