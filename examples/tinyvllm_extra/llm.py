@@ -11,8 +11,8 @@ from tinyvllm.request import RequestOutput
 from . import captures, engine_metrics, kernels
 from .cache import prefix_cache, snapshots
 from .formats import hub, tuning
+from .formats.architecture import Embedder, choose_model
 from .kernels import drivers, parallel
-from .models import Embedder, find_model
 from .options import SAMPLING_DEFAULTS, LLMConfig, check_no_lora, document, setup_logging, takes
 from .pooling import embeddings
 from .sampling import beam_search, logits, speculation
@@ -40,7 +40,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     config_class=LLMConfig, make_backend=lambda: kernels.make_backend(),
     open_devices=lambda config: parallel.open_devices(config) if config.tensor_parallel_size > 1 else Devices(),
     open_checkpoint=lambda path, config: hub.open_checkpoint(path, config.quantization, config.activation_quantization),
-    find_model=lambda hf_config, path, config: find_model(hf_config, path, config.runner),
+    find_model=lambda hf_config, path, config: choose_model(hf_config, path, config.runner),
     params_class=SamplingParams, scheduler_class=engine_metrics.MeteredScheduler, logits=logits.ProcessedLogits(),
     open_proposer=snapshots.open_proposer)
   config: LLMConfig

@@ -32,9 +32,10 @@ FLOORS = [f"{EXTRA}.packages {EXTRA}.programs {EXTRA}.options {EXTRA}.host_memor
           f"{EXTRA}.llm {EXTRA}.engine_metrics {EXTRA}.vllm_options {EXTRA}.captures",
           f"{EXTRA}.serving", f"{EXTRA}.serving.agents {EXTRA}.pooling.pooling_routes", f"{EXTRA}.serving.app",
           f"{EXTRA}.vllm_names", f"{EXTRA}.cli"]   # app: composes all routes
-# Names in tinygrad's submodules that may be imported outside of `kernels`: a type, a custom kernel's name, an error, a
-# number's text, and the order of devices
+# Names in tinygrad's submodules that may be imported outside of `kernels`: a type, a custom kernel's name, axes, sums
+# and registers, an error, a number's text, and the order of devices
 STABLE = {"dtype.DType", "uop.ops.KernelInfo", "device.CompileError", "device.ALL_DEVICES", "helpers.size_to_str",
+          "uop.ops.AxisType", "uop.ops.Ops", "dtype.AddrSpace",
           *(f"llm.gguf.{name}" for name in ("read_str", "read_uint32", "read_uint64", "readers"))}
 INTERNAL = {"uop", "_buf", "_copyin", "_copyout", "mstack", "mselect", "unshard"}   # attributes of tinygrad's objects
 # Assignments to tinygrad's state that do not change its behavior

@@ -9,15 +9,20 @@ from helpers.faults import break_steps, step
 from helpers.record_models import NUM_TOKENS, OPTIONS, make_prompts, read, write_model
 
 from tinyvllm import LLM, InputError
-from tinyvllm_extra.models import recurrent
+from tinyvllm_extra.cache import snapshots
 from tinyvllm_extra.sampling import speculation
 
-PROMPTS, IDS = make_prompts("lfm2"), read("lfm2")["ids"]
+PROMPTS = make_prompts("lfm2")   # of all hybrids
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory): return write_model(tmp_path_factory.mktemp("hybrid") / "lfm2", "lfm2")
+@pytest.fixture(scope="module", params=["lfm2", "qwen3_5"])
+def folder(request, tmp_path_factory):
+  return write_model(tmp_path_factory.mktemp("hybrid") / request.param, request.param)
+
+
+@pytest.fixture
+def ids(folder): return read(folder.name)["ids"]
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +41,9 @@ def check_states(llm):
 
 
 @pytest.mark.parametrize("overlaps", ["", "overlapped", "early"])
-def test_ids_do_not_depend_on_when_results_are_read(llm, monkeypatch, overlaps):
+def test_ids_do_not_depend_on_when_results_are_read(llm, ids, monkeypatch, overlaps):
   set_overlap(monkeypatch, llm.runner, overlaps)
-  for _ in range(2): assert generated(llm, PROMPTS) == IDS
+  for _ in range(2): assert generated(llm, PROMPTS) == ids
 
 
 def test_next_turns_compute_only_the_new_tokens(llm):
@@ -53,9 +58,9 @@ def test_next_turns_compute_only_the_new_tokens(llm):
     conversation += [*ids_of(output), 5, 6, 7]
 
 
-def test_snapshots_are_before_the_last_block_of_a_prompt_and_at_the_end_of_an_answer(folder):
+def test_snapshots_are_before_the_last_block_of_a_prompt_and_at_the_end_of_an_answer(folder, ids):
   """A prompt of 23 tokens in chunks of at most 8: steps end at 8, 16, 20 and 23, then at 24, 25, ..., 39."""
-  llm, conversation = LLM(folder, **OPTIONS), PROMPTS[5] + IDS[5]
+  llm, conversation = LLM(folder, **OPTIONS), PROMPTS[5] + ids[5]
   generated(llm, [PROMPTS[5]], 17)
   for length, num_cached in ((23, 20), (33, 20), (23, 20)):
     output, = llm.generate([tokens(conversation[:length])], greedy(1))
@@ -67,13 +72,13 @@ def test_snapshots_are_before_the_last_block_of_a_prompt_and_at_the_end_of_an_an
   assert llm.get_metrics()["state_snapshot_hits"] == 5
 
 
-def test_samples_of_a_prompt_share_its_snapshot(llm):
+def test_samples_of_a_prompt_share_its_snapshot(llm, ids):
   output, = llm.generate([tokens(PROMPTS[6])], greedy(NUM_TOKENS, n=3, temperature=0.0))
-  assert [sample.token_ids for sample in output.outputs] == [IDS[6]] * 3
+  assert [sample.token_ids for sample in output.outputs] == [ids[6]] * 3
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_failures_and_aborts_change_no_ids(folder, monkeypatch, seed):
+def test_random_failures_and_aborts_change_no_ids(folder, ids, monkeypatch, seed):
   """Few blocks, so that sequences are preempted, and snapshots, so that they are replaced."""
   rng = random.Random(seed)
   monkeypatch.setattr("tinyvllm_extra.cache.snapshots.MAX_SNAPSHOTS", 1)
@@ -91,21 +96,21 @@ def test_random_failures_and_aborts_change_no_ids(folder, monkeypatch, seed):
     check_states(llm)
   while llm.requests: step(llm, last)
   assert len(last) > 20
-  for name, output in last.items(): assert ids_of(output) == IDS[int(name[0])][:len(ids_of(output))]
+  for name, output in last.items(): assert ids_of(output) == ids[int(name[0])][:len(ids_of(output))]
 
 
-def test_drafts_change_no_ids(folder, monkeypatch):
+def test_drafts_change_no_ids(folder, ids, monkeypatch):
   """Drafts with errors at random places: the state before them returns, and accepted tokens are computed again."""
   rng = random.Random(1)
-  known = [prompt + ids for prompt, ids in zip(PROMPTS, IDS, strict=True)]
+  known = [prompt + answer for prompt, answer in zip(PROMPTS, ids, strict=True)]
 
-  def propose(self, ids, n):
-    rest = next((x[len(ids):] for x in known if x[:len(ids)] == ids), [])[:n]
+  def propose(self, seen, n):
+    rest = next((x[len(seen):] for x in known if x[:len(seen)] == seen), [])[:n]
     return [token if rng.random() < 0.7 else token ^ 1 for token in rest]
   monkeypatch.setattr(speculation.NGramDrafter, "propose", propose)
   monkeypatch.setattr(speculation.NGramDrafter, "needs_sync", lambda *_: True)
   llm = LLM(folder, **OPTIONS, speculative_config=DRAFTS)
-  for _ in range(2): assert generated(llm, PROMPTS) == IDS
+  for _ in range(2): assert generated(llm, PROMPTS) == ids
   metrics = llm.get_metrics()
   assert 0 < metrics["spec_decode_num_accepted_tokens"] < metrics["spec_decode_num_draft_tokens"]
 
@@ -119,6 +124,5 @@ def test_what_states_do_not_support_is_refused(folder, llm, tmp_path, monkeypatc
   draft = {"model": str(folder), "num_speculative_tokens": 2}
   with pytest.raises(InputError, match="recurrent layers, which a draft model must not have"):
     LLM(folder, **OPTIONS, speculative_config=draft)
-  def state_shape(config, i): return (2, 2**40) if config.layer_types[i] == "conv" else ()
-  monkeypatch.setattr(recurrent.HybridConfig, "state_shape", state_shape)
+  monkeypatch.setattr(snapshots, "state_shapes", lambda config: [(2, 2**40), ()])
   with pytest.raises(InputError, match="max_num_seqs=4 needs .* of recurrent states"): LLM(folder, **OPTIONS)

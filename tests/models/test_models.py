@@ -15,14 +15,14 @@ import tinyvllm
 from tinyvllm import LLM, InputError
 from tinyvllm.backend import Devices, Linear
 from tinyvllm_extra.formats import fit
+from tinyvllm_extra.formats.architecture import choose_model, text_config
 from tinyvllm_extra.models import MODELS as MODEL_CLASSES
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.models.ropes import scaled_rope_table
-from tinyvllm_extra.models.table import text_config
 
 CONFIGS = read_data("model_configs.json")
 
-CORE = "gemma2", "gpt2", "granite", "phi3_long"   # together, all options except experts and sinks
+CORE = "gemma2", "gpt2", "granite", "phi3_long", "qwen3_5"   # together, all options except experts and sinks
 
 
 def check_ids(llm, name, count=None):
@@ -74,13 +74,14 @@ def add_prefix(name): return f"model.{name.replace('language_model.model.', 'lan
 
 @pytest.mark.parametrize("name,rename", [
   ("gemma3_vision", add_prefix), *slow(("mistral3", add_prefix)),
-  ("gpt2", str), ("gpt2", lambda name: name.removeprefix("transformer."))])
+  ("gpt2", str), ("gpt2", lambda name: name.removeprefix("transformer.")), ("qwen3_5", str)])
 def test_other_tensor_names_give_recorded_ids(tmp_path, name, rename):
-  """Newer multimodal checkpoints have a prefix. Some of GPT-2 have none, and stored masks."""
+  """Newer multimodal checkpoints have a prefix. Some of GPT-2 have none, and stored masks. Qwen3.5 may have an MTP."""
   weights = make_weights(read(name)["shapes"], "gemma" in name)
   if name == "gpt2":
     weights["transformer.h.0.attn.bias"] = np.tril(np.ones((1, 1, 128, 128)))
     weights["transformer.h.0.attn.masked_bias"] = np.full(1, -1e4)
+  if name == "qwen3_5": weights["mtp.layers.0.input_layernorm.weight"] = np.ones(64)
   folder = write_model(tmp_path, name, {rename(x): weight for x, weight in weights.items()})
   check_ids(LLM(folder, **OPTIONS), name, 2)
 
@@ -89,6 +90,7 @@ def test_other_tensor_names_give_recorded_ids(tmp_path, name, rename):
 @pytest.mark.parametrize("name,options,limit", [
   ("gpt2", {"quantization": "int8"}, 0.995), *slow(
     ("phi3_short", {"quantization": "int8"}, 0.99), ("gemma2", {"quantization": "int8"}, 0.99),
+    ("qwen3_5", {"quantization": "int8"}, 0.98),
     ("gpt2", {"dtype": "float16"}, 0.9999), ("gpt2", {"quantization": "int4"}, 0.85))])
 def test_narrow_weights_give_similar_logits(tmp_path, name, options, limit):
   recorder = LogitsRecorder(LLM(write_model(tmp_path, name), **OPTIONS | options))
@@ -118,7 +120,7 @@ def test_gemma3_text_config_has_defaults():
   text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024,
           "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
   hf = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "text_config": text}
-  config, _ = find_model(hf, Path("x"))
+  config, _ = choose_model(hf, Path("x"))
   shape = config.vocab_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
   assert shape == (262208, 8, 4, 256)
   assert config.tie_word_embeddings and config.eos_token_ids == (1, 106) and config.attention_scale == 1 / 16
@@ -139,7 +141,7 @@ def test_positions_limit_max_model_len(tmp_path, name, limit):
     LLM(write_model(tmp_path, name), **{**OPTIONS, "max_model_len": limit + 1})
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt2", "mixtral", "olmo2", "phi3"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "mixtral", "olmo2", "phi3", "qwen3_5"])
 def test_several_devices_raise(name):
   config, model_class = find_model(read(name)["config"], Path("x"))
   with pytest.raises(InputError, match="tensor_parallel_size=2 must be 1"):

@@ -94,11 +94,10 @@ class SnapshotScheduler(Scheduler):
     """Like BlockManager.match_prefix, up to the last block with a snapshot if there are states."""
     self.blocks.match_prefix(seq)
     if not self.states: return
-    size = self.blocks.block_size
     hits = [i for i in range(len(seq.block_table)) if self.blocks.block_hash(seq, i) in self.states.snapshots]
     count = hits[-1] + 1 if hits else 0
     self.blocks.free(seq, count)
-    seq.num_computed = count * size
+    seq.num_computed = count * self.blocks.block_size
 
   def start(self, seq: Sequence, free_slots: set[int]) -> bool:
     if not super().start(seq, free_slots): return False
@@ -133,13 +132,14 @@ class SnapshotScheduler(Scheduler):
 def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner], num_bytes: int) -> tuple:
   """Like speculation.open_proposer, for a model that may have recurrent states: they take part of the memory."""
   shapes, has_drafts = state_shapes(target.model_config), vars(target.config)["speculative_config"] is not None
-  row_bytes = 4 * sum(math.prod(shape) for shape in shapes if shape)
-  slots = target.config.max_num_seqs
-  if not row_bytes: return speculation.open_proposer(target, new_runner, num_bytes)
+  sizes = [4 * math.prod(shape) for shape in shapes if shape]   # bytes of a row
+  if not sizes: return speculation.open_proposer(target, new_runner, num_bytes)
+  slots, row_bytes = target.config.max_num_seqs, sum(sizes)
   fewest = (slots + 1) * (1 + has_drafts)
-  num_rows = fewest + min(MAX_SNAPSHOTS * slots, int(num_bytes * SHARE) // row_bytes)
-  check(fewest * row_bytes < num_bytes, f"max_num_seqs={slots} needs {fewest * row_bytes / 2**30:.2f} GiB of recurrent "
-        f"states, but {num_bytes / 2**30:.2f} GiB are left: lower max_num_seqs or raise gpu_memory_utilization")
+  room = min(num_bytes, target.backend.memory.largest_tensor() // max(sizes) * row_bytes)
+  num_rows = min(fewest + MAX_SNAPSHOTS * slots, fewest + int(num_bytes * SHARE) // row_bytes, room // row_bytes)
+  check(fewest * row_bytes < room, f"max_num_seqs={slots} needs {fewest * row_bytes / 2**30:.2f} GiB of recurrent "
+        f"states, but there is room for {room / 2**30:.2f} GiB: lower max_num_seqs or raise gpu_memory_utilization")
   proposer, runners = speculation.open_proposer(target, new_runner, num_bytes - num_rows * row_bytes)
   vars(target)["states"] = StatePool(runners[0], shapes, num_rows, has_drafts)
   return proposer, runners

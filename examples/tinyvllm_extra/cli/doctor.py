@@ -14,10 +14,10 @@ from tinyvllm.config import InputError, JsonObject
 from tinyvllm_extra import kernels, programs
 from tinyvllm_extra.formats import tuning
 from tinyvllm_extra.formats.hub import open_checkpoint
+from tinyvllm_extra.formats.architecture import choose_model
 from tinyvllm_extra.formats.fit import DTYPES, GIB, QUANTIZED, estimate_fit, open_device, prequantized
 from tinyvllm_extra.formats.gguf import GGUFCheckpoint
 from tinyvllm_extra.kernels.drivers import device_memory, host_memory
-from tinyvllm_extra.models import find_model
 
 from .tune import seconds_per_call, tune
 
@@ -129,7 +129,7 @@ def read_model(path: pathlib.Path) -> tuple[JsonObject, JsonObject]:
   try:
     checkpoint = open_checkpoint(path)
     hf = checkpoint.hf_config
-    find_model(hf, path)
+    choose_model(hf, path)
   except InputError: raise
   except Exception as error: raise InputError(f"model={str(path)!r}: {reason_of(error)}") from error
   has_weights = path.is_file() or any(path.glob("*.safetensors"))   # config.json alone suffices for the fit

@@ -10,9 +10,10 @@ from tinyvllm.config import JsonObject, ModelConfig, check, logger
 from tinyvllm.llama import Llama
 from tinyvllm_extra import kernels
 from tinyvllm_extra.kernels import drivers
-from tinyvllm_extra.models import find_model
 from tinyvllm_extra.models.recurrent import state_shapes
 from tinyvllm_extra.options import LLMConfig
+
+from .architecture import choose_model
 
 if TYPE_CHECKING: from .weights import FastCheckpoint
 
@@ -45,7 +46,7 @@ def estimate_fit(name: str, hf: JsonObject, row: JsonObject, quantization: str |
                  kv_cache_dtype: str = "auto") -> JsonObject:
   """Return a model's memory use on a backend, and the number of KV cache tokens that fit. hf: the content of
   config.json. row: the backend's facts. Raises InputError for an unsupported model."""
-  shape, model_class = find_model(hf, pathlib.Path(name))
+  shape, model_class = choose_model(hf, pathlib.Path(name))
   sizes = {dtype: getattr(dtypes, dtype).itemsize for dtype in DTYPES if row[dtype]}
   # Weights keep the checkpoint's dtype if it is narrower
   stored = min(row["dtype"], hf.get("dtype") or hf.get("torch_dtype"), key=lambda dtype: sizes.get(dtype, 4))
@@ -56,7 +57,8 @@ def estimate_fit(name: str, hf: JsonObject, row: JsonObject, quantization: str |
   # A step reads few rows of the embeddings, but the whole output head
   read = weights - (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * sizes[stored])
   per_token = state_shapes(shape).count(()) * sum(math.prod(part) * dtype.itemsize for part, dtype in cache)   # bytes
-  left = int(row["free_gib"] * GIB * LLMConfig().gpu_memory_utilization) - weights
+  state_bytes = 4 * sum(math.prod(x) for x in state_shapes(shape) if x) * (LLMConfig().max_num_seqs + 1)
+  left = int(row["free_gib"] * GIB * LLMConfig().gpu_memory_utilization) - weights - state_bytes
   most = max(drivers.CPU_CACHE, shape.max_position_embeddings * per_token) if row.get("backend") == "CPU" else left
   return {"model": name, "dtype": row["dtype"], "stored": quantization or stored, "weights_gib": weights / GIB,
           "fits": left >= per_token, "kv_tokens": max(0, min(left, most)) // per_token,

@@ -17,11 +17,11 @@ from tinyvllm_extra.models.quantized import E4M3, Matrix, Quantized, is_small_fl
 from tinyvllm_extra.kernels.shards import stack as stack_shards
 from tinyvllm_extra.models.stored_weights import StoredWeights
 from tinyvllm_extra.models.layers import LlamaVariant, VariantConfig, row_order
-from tinyvllm_extra.models.table import text_config
 from tinyvllm_extra.options import check_one_device
 from tinyvllm_extra.text.huggingface import ChatTokenizer, load_tokenizer
 
 from . import fit
+from .architecture import text_config
 from .quantization import (READERS, UNUSED, dequantize, describe, find_layouts, map_rows, pad_rows, quantize,
                            read_stacked, round_scales, split, stack, to_float32)
 
@@ -223,7 +223,7 @@ class SafetensorsCheckpoint(FastCheckpoint[StoredTensor]):
         if "experts." in name:   # gpt-oss: all experts in one tensor
           name = re.sub(r"(_proj)(?:_(bias|blocks|scales))?$", lambda x: f"{x[1]}.{x[2] or 'weight'}", name)
           if name.endswith(".bias"): tensor = dataclasses.replace(tensor, shape=(math.prod(tensor.shape),))
-        tensors[name] = tensor
+        if not name.startswith("mtp."): tensors[name] = tensor   # else of layers that draft tokens
     if "embed_tokens.weight" in tensors: return {f"model.{name}": x for name, x in tensors.items()}   # Qwen3-Embedding
     if "text_config" not in self.hf_config: return tensors
     matches = {TEXT_TENSORS.fullmatch(name): x for name, x in tensors.items()}

@@ -1,27 +1,25 @@
 """Architectures beyond the core's. One that is like LLaMA is a row in table.py, with options of the layers in layers.py
-and experts.py. For any other, write models/NAME.py with a class like llama.Llama and a function that reads its
-config.json, as in gpt2.py, and add the function to MODELS, under its name in config.json's `architectures`. A
-model is built from the backend's modules, so that every weight format and kernel works with it;
-their `sources` name the checkpoint's tensors. The config is a ModelConfig or a subclass."""
+and experts.py. table.json has its defaults for config.json, and what its tensors are called if not as LLaMA's. For any
+other, write models/NAME.py with a class like llama.Llama and a function that reads its config.json, as in gpt2.py, and
+add the function to MODELS, under its name in config.json's `architectures`. A model is built from the backend's
+modules, so that every weight format and kernel works with it; their `sources` name the checkpoint's tensors. The config
+is a ModelConfig or a subclass."""
 import pathlib
 
 from tinyvllm.config import JsonObject, ModelConfig, check
 from tinyvllm.llama import Llama
 
-from .embedder import Embedder, is_embedder
 from .gpt2 import read_gpt2
-from .recurrent import read_lfm2
+from .recurrent import HYBRIDS
 from .table import ROWS, Reader
 
 MODELS: dict[str, Reader] = {"LlamaForCausalLM": lambda hf, path: (ModelConfig.from_hf(hf, path), Llama),
-                             "GPT2LMHeadModel": read_gpt2, "Lfm2ForCausalLM": read_lfm2, **ROWS}
+                             "GPT2LMHeadModel": read_gpt2, **HYBRIDS, **ROWS}
 
 
-def find_model(hf_config: JsonObject, path: pathlib.Path, runner: str = "auto") -> tuple[ModelConfig, type[Llama]]:
-  """Return the config and the class of a model of MODELS. An embedding model has no lm_head. Raises InputError for
-  another architecture, or none."""
+def find_model(hf_config: JsonObject, path: pathlib.Path) -> tuple[ModelConfig, type[Llama]]:
+  """Return the config and the class of a model of MODELS. Raises InputError for another architecture, or none."""
   architecture = (hf_config.get("architectures") or [None])[0]
   check(architecture in (*MODELS, None), f"{path}: architecture {architecture!r} is not supported; supported: "
         f"{', '.join(sorted(MODELS))}")
-  config, model_class = MODELS[architecture or "LlamaForCausalLM"](hf_config, path)
-  return config, type("Embedder", (Embedder, model_class), {}) if is_embedder(path, runner) else model_class
+  return MODELS[architecture or "LlamaForCausalLM"](hf_config, path)

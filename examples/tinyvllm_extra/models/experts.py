@@ -5,7 +5,7 @@ from typing import Any
 
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.backend import Backend, Module
+from tinyvllm.backend import Backend
 from tinyvllm.config import InputError
 
 from .layers import LlamaVariant, VariantConfig, VariantLayer
@@ -13,15 +13,13 @@ from .layers import LlamaVariant, VariantConfig, VariantLayer
 
 @dataclasses.dataclass(frozen=True)
 class MixtureConfig(VariantConfig):
-  """A model with experts. router, gate_up, down: names in the checkpoint; "{}" stands for an expert's number."""
+  """A model with experts."""
   num_experts: int = 0
   num_experts_per_tok: int = 0
   moe_intermediate_size: int = 0
   norm_topk_prob: bool = True        # the weights of a token's experts sum to 1
   dense_layers: tuple[int, ...] = () # layers with an MLP instead of experts
-  router: str = "mlp.gate"
-  gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
-  down: tuple[str, ...] = ("mlp.experts.{}.down_proj",)
+  is_stacked: bool = False           # the checkpoint has all experts in one tensor
   expert_bias: bool = False          # biases of the router and the experts
   swiglu: tuple[float, ...] = ()     # alpha and limit of gpt-oss's activation (arXiv:2508.10925); else silu
 
@@ -77,17 +75,18 @@ class MixtureLayer(VariantLayer):
     count, size = config.num_experts, config.moe_intermediate_size
     self.router = None
     if int(self.name.split(".")[-1]) in config.dense_layers: return super().make_mlp()
-    self.router = self.linear(self.backend.Linear, config.hidden_size, {config.router: count}, config.expert_bias)
+    self.router = self.linear(self.backend.Linear, config.hidden_size, {"mlp.gate": count}, config.expert_bias)
 
     if not isinstance(backend, MixtureBackend):
       raise InputError(f"backend: {type(backend).__name__} has no experts: leave it out")
 
-    def experts(names: tuple[str, ...], in_features: int, out_features: int) -> Any:
-      sources = list(dict.fromkeys(f"{self.name}.{name.format(i)}" for i in range(count) for name in names))
+    parts = [""] if config.is_stacked else [f"{i}." for i in range(count)]
+    def experts(names: list[str], in_features: int, out_features: int) -> Any:
+      sources = [f"{self.name}.mlp.experts.{part}{name}_proj" for part in parts for name in names]
       rows = dict.fromkeys(sources, count * out_features // len(sources))
       return backend.Experts(count, in_features, rows, config.expert_bias, self.dtype)
-    self.gate_up = experts(config.gate_up, config.hidden_size, 2 * size)
-    self.down = experts(config.down, size, config.hidden_size)
+    self.gate_up = experts(["gate_up"] if config.is_stacked else ["gate", "up"], config.hidden_size, 2 * size)
+    self.down = experts(["down"], size, config.hidden_size)
 
   def activate(self, x: Tensor) -> Tensor:
     """Return the activations, (P, size), for x, (P, 2 * size): gate, then up or, in gpt-oss, alternating."""
@@ -114,5 +113,3 @@ class Mixture(LlamaVariant):
   Layer = MixtureLayer
   config_class = MixtureConfig
   one_device = ": models with experts support one device"
-
-  def is_exact(self, module: Module) -> bool: return any(module is layer.router for layer in self.layers)

@@ -1,5 +1,5 @@
 """LLaMA with options: where its norms are, how it attends, rotates and scales. table.py has each architecture's."""
-import dataclasses
+import dataclasses, functools, re
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,6 +28,7 @@ class VariantConfig(ModelConfig):
   norm_offset: int | None = None     # added to the weights of norms, which are then float32
   qkv_bias: bool = False             # like attention_bias, but not of o_proj
   qk_norm: str | None = None         # RMS norm of q and k: of each "head", or of "all" heads together
+  has_gate: bool = False             # sigmoid of a gate, which follows a head's q in q_proj, scales the head's output
   attention_scale: float = 0         # factor of the scores; 0: 1 / sqrt(head_dim)
   attention_cap: float = 0           # soft cap of the scores; 0: none
   has_sinks: bool = False            # a score of each head that takes weight: see Backend.attend
@@ -38,32 +39,35 @@ class VariantConfig(ModelConfig):
   activation: str = "silu"           # a method of Tensor; "gelu" is the tanh approximation
   is_fused: bool = False             # the checkpoint has qkv_proj and gate_up_proj
   overflows_float16: bool = False
+  renamed: JsonObject = dataclasses.field(default_factory=dict)   # parts of the checkpoint's names -> of the modules'
 
 
 def row_order(config: ModelConfig, name: str, count: int) -> np.ndarray | None:
   """Return the order of a projection's `count` rows in the model, or None if it is the checkpoint's. If a part of each
   head rotates, a half of it begins each half of a head, as attention rotates the two halves of a head with each other:
-  the scores do not change, as the order is the same for q and k."""
-  ropes = [rope for rope in config.ropes if rope] if isinstance(config, VariantConfig) else []
-  size = int(config.head_dim * ropes[0]["partial_rotary_factor"]) if ropes else config.head_dim
-  if size == config.head_dim or not name.endswith((".q_proj", ".k_proj", ".qkv_proj")): return None
-  rows = np.arange(count).reshape(-1, config.head_dim)                  # (heads, D)
-  heads = config.num_attention_heads + config.num_key_value_heads if name.endswith("qkv_proj") else len(rows)
-  rotated, plain = np.split(rows[:heads], [size], 1)
+  the scores do not change, as the order is the same for q and k. Gates follow the queries of all heads."""
+  if not re.search(r"\.(q|k|qkv)_(proj|norm)$", name) or not isinstance(config, VariantConfig): return None
+  sizes = [int(config.head_dim * rope["partial_rotary_factor"]) for rope in config.ropes if rope]
+  if set(sizes) <= {config.head_dim} and not config.has_gate: return None
+  parts = 1 + (config.has_gate and name.endswith("q_proj"))
+  rows = np.arange(count).reshape(-1, parts, config.head_dim).swapaxes(0, 1).reshape(-1, config.head_dim)   # (heads, D)
+  heads = config.num_attention_heads + config.num_key_value_heads
+  if not name.endswith("qkv_proj"): heads = len(rows) // parts
+  rotated, plain = np.split(rows[:heads], sizes[:1], 1)
   halves = zip(np.split(rotated, 2, 1), np.split(plain, 2, 1), strict=True)
   rows[:heads] = np.hstack([part for half in halves for part in half])
   return rows.ravel()
 
 
-class Sinks(Module):
-  """The score of each head's sink: weight, (H,)."""
-  def __init__(self, name: str, num_heads: int):
-    self.sources = {name: num_heads}
-    self.weight = Tensor.empty(num_heads, dtype=dtypes.float32)
+class Plain(Module):
+  """A tensor of the checkpoint, (*shape), that is never quantized. name: the whole name."""
+  def __init__(self, name: str, shape: tuple[int, ...], dtype: DType):
+    self.sources = {name: shape[0]}
+    self.weight = Tensor.empty(*shape, dtype=dtype)
 
   def load(self, checkpoint: llama.Checkpoint) -> None:
-    rows = checkpoint.read(*next(iter(self.sources.items())))
-    self.weight.replace(rows.to(self.weight.device).cast(dtypes.float32).contiguous().realize())
+    x = checkpoint.read(next(iter(self.sources)), *self.weight.max_shape)
+    self.weight.replace(x.to(self.weight.device).cast(self.weight.dtype).contiguous().realize())
 
 
 class VariantLayer(llama.Layer):
@@ -85,7 +89,8 @@ class VariantLayer(llama.Layer):
     """Make the modules of `attention`."""
     config, linear = self.config, self.backend.Linear
     q_size, kv_size = [n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads)]
-    rows = {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
+    rows = {"self_attn.q_proj": q_size * (1 + config.has_gate), "self_attn.k_proj": kv_size,
+            "self_attn.v_proj": kv_size}
     if config.is_fused: rows = {"self_attn.qkv_proj": sum(rows.values())}
     self.qkv_proj = self.linear(linear, config.hidden_size, rows, config.qkv_bias or config.attention_bias)
     if config.qk_norm:
@@ -95,7 +100,8 @@ class VariantLayer(llama.Layer):
     # With a norm after it, an output must be one sum
     self.o_proj = self.linear(linear, q_size, {"self_attn.o_proj": config.hidden_size}, config.attention_bias,
                               0 if config.norms[1] else 1)
-    self.sinks = Sinks(f"{self.name}.self_attn.sinks", config.num_attention_heads) if config.has_sinks else None
+    sinks = Plain(f"{self.name}.self_attn.sinks", (config.num_attention_heads,), dtypes.float32)
+    self.sinks = sinks if config.has_sinks else None
 
   def norm(self, source: str, size: int) -> Norm:
     dtype = self.dtype if self.config.norm_offset is None else dtypes.float32   # 1 + w needs more digits than w
@@ -122,16 +128,17 @@ class VariantLayer(llama.Layer):
                 block_tables: Tensor) -> Tensor:
     """Return the attention's output, (T, hidden), for normed h, (T, hidden)."""
     config = self.config
-    qkv = self.qkv_proj(h)                                              # (T, (H + 2 KV) * D)
+    qkv = self.qkv_proj(h)                                              # (T, (H + 2 KV) * D), and gates
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    sizes = [n * config.head_dim for n in (*[heads] * (1 + config.has_gate), kv_heads, kv_heads)]
+    q, *gates, k, v = qkv.split(sizes, 1)                               # (T, heads * D) each
     if config.qk_norm:
-      sizes = [n * config.head_dim for n in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
-      q, k, v = qkv.split(sizes, 1)                                     # (T, heads * D) each
       def normed(x, norm):
         return norm(x.reshape(x.shape[0], -1, norm.weight.shape[0]).contiguous()).reshape(x.shape)
       qkv = Tensor.cat(normed(q, self.q_norm), normed(k, self.k_norm), v, dim=1).contiguous()
-    h = self.backend.attend(qkv, cache, ropes[self.rope], tokens, block_tables, config.num_attention_heads,
-                            config.attention_scale, self.window, config.attention_cap,
-                            self.sinks.weight if self.sinks else None)   # (T, H * D)
+    h = self.backend.attend(qkv, cache, ropes[self.rope], tokens, block_tables, heads, config.attention_scale,
+                            self.window, config.attention_cap, self.sinks.weight if self.sinks else None)   # (T, H * D)
+    for gate in gates: h = (h * gate.float().sigmoid()).cast(h.dtype).contiguous()
     return self.o_proj(h)
 
   def __call__(self, x: Tensor, delta: Tensor, cache: list[Tensor], ropes: list[Tensor], tokens: Tensor,
@@ -164,10 +171,12 @@ class LlamaVariant(Llama):
 
   def arrange(self, tensors: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's tensors with the names and shapes of this model's modules."""
-    return tensors
+    return {functools.reduce(lambda text, parts: text.replace(*parts), self.config.renamed.items(), name): x
+            for name, x in tensors.items()}
 
-  # Whether quantization="int8" leaves a layer's matrix in the checkpoint's dtype
-  def is_exact(self, module: Module) -> bool: return False
+  def is_exact(self, module: Module) -> bool:
+    """Return whether quantization="int8" leaves a matrix in the checkpoint's dtype: of a router, or of gates."""
+    return any(name.endswith((".gate", ".in_proj_b")) for name in module.sources)
 
   def ropes(self, length: int) -> list[Tensor]:
     return [scaled_rope_table(self.config, rope, length) for rope in self.config.ropes]

@@ -1,51 +1,55 @@
 """Layers with a state of fixed size instead of K and V, and models that have both kinds. The rows of a tensor, (rows,
 ...), hold a layer's states: one for each slot, one for padding, then others, see StateRows. A step reads a sequence's
 row before the sequence's first token and writes it after the last one."""
-import dataclasses, pathlib
+import dataclasses, functools, math
+from collections.abc import Callable
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.uop.ops import KernelInfo
+from tinygrad.dtype import AddrSpace
+from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
-from tinyvllm.backend import TOKENS, exclusive, scatter_kernel
+from tinyvllm.backend import TOKENS, cpu_cores, exclusive, scatter_kernel
 from tinyvllm.config import JsonObject, ModelConfig, check
-from tinyvllm.llama import Llama
 from tinyvllm.runner import Runner, upload, zeros
 
-from .gpt2 import Plain
-from .layers import LlamaVariant, VariantConfig, VariantLayer
+from .layers import LlamaVariant, Plain, VariantConfig, VariantLayer
 from .table import make_row
 
 SLOT, POSITION = [[*TOKENS.formats].index(name) for name in ("slot", "position")]
-PAIRS = 16   # rows that a copy moves together
+COPIED = 2**16   # numbers of each layer that a copy moves together, at least one row
 
 
 @dataclasses.dataclass(frozen=True)
 class HybridConfig(VariantConfig):
-  """A config with the kind of each layer. kernel_size: of short convolutions."""
-  layer_types: tuple[str, ...] = ()   # "full_attention" or "conv"
+  """A config with the kind of each layer: "full_attention", else it has a state. kernel_size, channels: of the
+  convolutions. matrices: heads, K and V of the delta rule, see delta_kernel. in_proj: rows of the mixer's inputs, by
+  name. inner_size: of its outputs."""
+  layer_types: tuple[str, ...] = ()
   kernel_size: int = 3
-
-  def state_shape(self, index: int) -> tuple[int, ...]:
-    """Return the shape of a layer's state, (columns, hidden), in float32; () for a layer with K and V."""
-    return (self.kernel_size - 1, self.hidden_size) if self.layer_types[index] == "conv" else ()
+  channels: int = 0
+  matrices: tuple[int, ...] = (0,)
+  in_proj: JsonObject = dataclasses.field(default_factory=dict)
+  inner_size: int = 0
 
 
 def state_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
-  """Return the shape of each layer's state; () for a layer with K and V."""
-  layers = range(config.num_hidden_layers)
-  return [config.state_shape(i) if isinstance(config, HybridConfig) else () for i in layers]
+  """Return the shape of each layer's state in float32: the convolution's last inputs, (kernel_size - 1, channels), then
+  `matrices`, in one row; () for a layer with K and V."""
+  if not isinstance(config, HybridConfig): return [()] * config.num_hidden_layers
+  size = (config.kernel_size - 1) * config.channels + math.prod(config.matrices)
+  return [() if kind == "full_attention" else (size,) for kind in config.layer_types]
 
 
 class StateRows:
   """The rows of all states of a runner, which are in its KV caches. shapes: see state_shapes."""
   def __init__(self, runner: Runner, shapes: list[tuple[int, ...]], num_rows: int):
     self.padding = runner.config.max_num_seqs   # row
-    self.states = [Tensor.empty(num_rows, *shape, dtype=dtypes.float32).contiguous().realize()
-                   for shape in shapes if shape]
-    rest = iter(self.states)
-    for cache, shape in zip(runner.kv_caches, shapes, strict=True): cache += [next(rest)] if shape else []
-    self.rows = zeros(PAIRS), zeros(PAIRS)   # from, to
+    for cache, shape in zip(runner.kv_caches, shapes, strict=True):
+      cache += [Tensor.empty(num_rows, *shape, dtype=dtypes.float32).contiguous().realize()] if shape else []
+    self.states = [cache[0] for cache, shape in zip(runner.kv_caches, shapes, strict=True) if shape]
+    self.num_pairs = max(1, min(16, COPIED // max(map(math.prod, filter(None, shapes)))))   # of a copy
+    self.rows = zeros(self.num_pairs), zeros(self.num_pairs)   # from, to
     self.graph = runner.model.devices.jit(self.run)
     self.graph.cnt = 1   # capture at the first call
 
@@ -55,106 +59,199 @@ class StateRows:
 
   def copy(self, pairs: list[tuple[int, int]]) -> None:
     """Copy rows in the order of the device's other work. pairs: from and to; no row is in two of them."""
-    for i in range(0, len(pairs), PAIRS):
-      rows = np.full((PAIRS, 2), self.padding, np.int32)
-      rows[:len(pairs[i:i + PAIRS])] = pairs[i:i + PAIRS]
+    padded = [*pairs, *[(self.padding, self.padding)] * (-len(pairs) % self.num_pairs)]
+    for rows in np.array(padded, np.int32).reshape(-1, self.num_pairs, 2):
       for tensor, column in zip(self.rows, rows.T, strict=True): upload(tensor, column.copy())
       with exclusive: self.graph()
 
 
-def past_kernel(past: UOp, x: UOp, state: UOp, tokens: UOp) -> UOp:
-  """Collect the inputs of a causal convolution before each token: of tokens of this step or of the state, zeros before
-  the first token. past: (T, columns, hidden). x: (T, hidden). state: (rows, columns, hidden). tokens: (words, T)."""
-  T, columns, hidden = past.max_shape
-  t, j, h = [UOp.range(n, i) for i, n in enumerate((T, columns, hidden))]
-  back = columns - j   # distance from t in tokens
-  def is_same(n): return (t >= n) & tokens[SLOT, (t - n).maximum(0)].load().eq(tokens[SLOT, t].load())
+def input_before(x: UOp, state: UOp, tokens: UOp, t: UOp, h: UOp, back: int, columns: int) -> UOp:
+  """Return channel h of a convolution's input `back` tokens before token t of the same sequence: of x, (T, channels),
+  or of a state, which begins with (columns, channels); 0 before the first token. tokens: (words, T)."""
+  def is_same(n: int) -> UOp: return (t >= n) & tokens[SLOT, (t - n).maximum(0)].load().eq(tokens[SLOT, t].load())
   earlier = sum([is_same(n).cast(dtypes.weakint) for n in range(1, columns + 1)], UOp.const(0))   # in this step
-  own = x.base.index(((t - back).maximum(0) * hidden + h).valid(is_same(back))).load().float()
-  row = tokens[SLOT, t].load().cast(dtypes.weakint) % state.max_shape[0]
-  stored = state.base.index(((row * columns + (j + earlier) % columns) * hidden + h).valid(earlier < back)).load()
-  value = (tokens[POSITION, t].load().cast(dtypes.weakint) >= back).where((earlier >= back).where(own, stored), 0.0)
-  return past[t, j, h].store(value).end(t, j, h).sink(arg=KernelInfo(name="past"))
+  own = x.base.index(((t - back).maximum(0) * x.max_shape[1] + h).valid(is_same(back))).load().float()
+  at = row_start(state, tokens, t) + (columns - back + earlier) % columns * x.max_shape[1] + h
+  stored = state.base.index(at.valid(earlier < back)).load()
+  return (tokens[POSITION, t].load() >= back).where((earlier >= back).where(own, stored), 0.0)
 
 
-def conv_kernel(out: UOp, state: UOp, past: UOp, x: UOp, weight: UOp, tokens: UOp) -> UOp:
-  """Compute a causal convolution for each channel, and write the state after each sequence's last token. weight:
-  (hidden, 1, kernel_size). Other arguments: see past_kernel."""
-  T, columns, hidden = past.max_shape
-  t, h = [UOp.range(n, i) for i, n in enumerate((T, hidden))]
-  inputs = [*[past[t, j, h].load() for j in range(columns)], x[t, h].load().float()]
-  total = sum([value * weight[h, 0, j].load().float() for j, value in enumerate(inputs)], UOp.const(0.0))
-  slot = tokens[SLOT, t].load()
-  is_last = (t >= T - 1) | slot.ne(tokens[SLOT, (t + 1).minimum(T - 1)].load())
-  row = slot.cast(dtypes.weakint) % state.max_shape[0]
-  stores = [state.base.index(((row * columns + j) * hidden + h).valid(is_last)).store(inputs[j + 1])
-            for j in range(columns)]
-  stores.append(out[t, h].store(total.cast(out.dtype)))
-  return UOp.group(*stores).end(t, h).sink(arg=KernelInfo(name="conv"))
+def row_start(state: UOp, tokens: UOp, t: UOp) -> UOp:
+  """Return the index of the first number of a token's state."""
+  return tokens[SLOT, t].load().cast(dtypes.weakint) % state.max_shape[0] * state.max_shape[1]
+
+
+def conv_kernel(out: UOp, x: UOp, state: UOp, weight: UOp, tokens: UOp) -> UOp:
+  """Compute a causal convolution for each channel. out: (T, channels). weight: (channels, 1, kernel_size). Other
+  arguments: see input_before."""
+  t, h = [UOp.range(n, i) for i, n in enumerate(out.max_shape)]
+  last = weight.max_shape[2] - 1
+  terms = [input_before(x, state, tokens, t, h, last - j, last) * weight[h, 0, j].load().float()
+           for j in range(last + 1)]
+  return out[t, h].store(sum(terms, UOp.const(0.0)).cast(out.dtype)).end(t, h).sink(arg=KernelInfo(name="conv"))
+
+
+def keep_kernel(out: UOp, x: UOp, state: UOp, tokens: UOp, columns: int) -> UOp:
+  """Write the convolution's inputs to the state after each sequence's last token. out: conv_kernel's. It is read only
+  to order the kernels, as tinygrad 0.14 confuses operands if a kernel does not use one."""
+  t, h = [UOp.range(n, i) for i, n in enumerate(out.max_shape)]
+  slot, next_slot = [tokens[SLOT, n].load() for n in (t, (t + 1).minimum(t.vmax))]
+  is_last = ((t >= t.vmax) | slot.ne(next_slot)) & ((slot >= 0) | (out[t, h].load() > 0))   # slot >= 0 is always true
+  store = UOp.const(0)
+  for j in range(columns):   # in this order, as a column may come from a later one
+    at = (row_start(state, tokens, t) + j * out.max_shape[1] + h).valid(is_last)
+    store = state.base.after(store).index(at).store(input_before(x, state, tokens, t, h, columns - 1 - j, columns))
+  return store.end(t, h).sink(arg=KernelInfo(name="keep_inputs"))
 
 
 def causal_conv(x: Tensor, state: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
-  """Return the convolution of each channel over a sequence's tokens, (T, hidden), and update the states in place."""
-  past = Tensor.empty(x.shape[0], *state.shape[1:], dtype=dtypes.float32).custom_kernel(
-    x, state, tokens, fxn=past_kernel)[0]
-  return Tensor.empty(*x.shape, dtype=x.dtype).custom_kernel(state, past, x, weight, tokens, fxn=conv_kernel)[0]
+  """Return the convolution of each channel over a sequence's tokens, (T, channels), and update the states in place."""
+  out = Tensor.empty(*x.shape, dtype=x.dtype).custom_kernel(x, state, weight, tokens, fxn=conv_kernel)[0]
+  return out.custom_kernel(x, state, tokens, fxn=functools.partial(keep_kernel, columns=weight.max_shape[2] - 1))[0]
+
+
+class TokenLoop:
+  """The lanes of a kernel that computes each sequence's tokens in turn. A lane computes one of `count` columns. On a
+  GPU it starts at a sequence's first token, on a CPU it computes all sequences. width: neighbouring lanes, at most.
+
+  now: the lane's token. starts: whether the lane computes any. column: tile * width + lane."""
+  def __init__(self, tokens: UOp, count: int, width: int):
+    is_cpu, self.T = cpu_cores() > 0, tokens.max_shape[1]
+    self.width = math.gcd(width, 16 if is_cpu else 64)
+    cores = math.gcd(count // self.width, cpu_cores())   # on a GPU as many as there are tiles
+    t, rest = [UOp.range(n, i) for i, n in enumerate((1 if is_cpu else self.T, count // self.width // cores))]
+    core = UOp.range(cores, 2, AxisType.THREAD if is_cpu else AxisType.WEAK)
+    self.lane = UOp.range(self.width, 3, AxisType.UPCAST if is_cpu else AxisType.LOCAL)
+    self.axes = t, rest, core
+    self.tile = core * (count // self.width // cores) + rest
+    self.column = self.tile * self.width + self.lane
+    self.loop = UOp.loop(4)
+    token = UOp.placeholder((1,), dtypes.int32, 100, AddrSpace.REG)
+    self.token = token.after(token.after(*self.axes)[0].store(t.cast(dtypes.int32)), self.loop)[0]
+    self.now = self.token.load().cast(dtypes.weakint) % self.T
+    def slot(t: UOp) -> UOp: return tokens[SLOT, t.maximum(0).minimum(self.T - 1)].load()
+    self.starts = (t < 1) | slot(t - 1).ne(slot(t))
+    self.goes_on = self.starts & (self.now < self.T - 1) & (slot(self.now + 1).eq(slot(self.now)) | is_cpu)
+
+  def kernel(self, name: str, *stores: UOp) -> UOp:
+    """Return the kernel. stores: of a token's results."""
+    body = UOp.group(*stores, self.token.store(self.token.load() + 1)).end(self.loop, self.goes_on)
+    return body.end(*self.axes).sink(arg=KernelInfo(name=name, opts_to_apply=()))
+
+
+def total(count: int, a: Callable[[UOp], UOp], b: Callable[[UOp], UOp]) -> UOp:
+  """Return the sum of a(i) * b(i) for i below `count`. All sums of a token share a loop."""
+  unroll = math.gcd(count, 4)
+  i = UOp.range(count // unroll, 5, AxisType.REDUCE) * unroll + UOp.range(unroll, 6, AxisType.UNROLL)
+  return (a(i) * b(i)).reduce(*i.ranges, arg=Ops.ADD)
+
+
+def delta_kernel(out: UOp, state: UOp, x: UOp, gates: UOp, tokens: UOp, K: int) -> UOp:
+  """Apply the gated delta rule (Yang et al. 2024, arXiv:2412.06464): S *= decay, S += k (v - k S) beta, out = q S. out:
+  (T, heads, V). state: (rows, ...), a row ends in S of each head, (heads, K, V), in tiles of columns. x: (T, ...), q
+  and k of key heads, then v. gates: (2, T, heads), decay and beta. tokens: (words, T)."""
+  heads, V = out.max_shape[1:]
+  loop = TokenLoop(tokens, heads * V, V)
+  h, size = loop.column // V, x.max_shape[1] - heads * V   # size: of q and k
+  j = UOp.range(K, 7, AxisType.LOOP)
+  def q(i: UOp, first: int = 0) -> UOp: return x[loop.now, first + h * (size // 2 // K) // heads * K + i].load().float()
+  def k(i: UOp) -> UOp: return q(i, size // 2)
+  def cell(i: UOp) -> UOp:   # of S
+    at = (loop.tile * K + i) * loop.width + loop.lane + state.max_shape[1] - heads * K * V
+    return state.base.after(loop.loop).index((row_start(state, tokens, loop.now) + at).valid(loop.starts))
+  def decayed(i: UOp) -> UOp:
+    return (tokens[POSITION, loop.now].load() < 1).where(0.0, cell(i).load() * gates[0, loop.now, h].load())
+  to_unit = [(total(K, y, y) + 1e-6).rsqrt() for y in (q, k)]   # factors
+  delta = x[loop.now, size + loop.column].load().float() - total(K, k, decayed) * to_unit[1]
+  delta = delta * gates[1, loop.now, h].load() * to_unit[1]
+  value = (total(K, q, decayed) + total(K, q, k) * delta) * to_unit[0] * K**-0.5
+  return loop.kernel("delta_rule", cell(j).store(decayed(j) + k(j) * delta).end(loop.lane, j), out.base.index(
+    (loop.now * heads * V + loop.column).valid(loop.starts)).store(value).end(loop.lane))
 
 
 class HybridLayer(VariantLayer):
-  """A transformer block whose attention may be a gated short convolution (LFM2): out_proj(C * conv(B * x))."""
+  """A transformer block with attention or, where the layer has a state, a mixer of tokens."""
   config: HybridConfig
 
   def make_attention(self) -> None:
-    config, index = self.config, int(self.name.split(".")[-1])
-    self.has_kv = not config.state_shape(index)
-    self.options = *self.options, self.has_kv
+    config = self.config
+    self.has_kv = not state_shapes(config)[int(self.name.split(".")[-1])]
     if self.has_kv: return super().make_attention()
-    hidden = config.hidden_size
-    self.in_proj = self.linear(self.backend.Linear, hidden, {"conv.in_proj": 3 * hidden}, False)
-    self.conv = Plain(f"{self.name}.conv.conv", (hidden, 1, config.kernel_size), self.dtype)
-    self.out_proj = self.linear(self.backend.Linear, hidden, {"conv.out_proj": hidden}, False)
+    self.in_proj = self.linear(self.backend.Linear, config.hidden_size, config.in_proj, False)
+    self.conv = self.plain("conv1d.weight", config.channels, 1, config.kernel_size)
+    self.out_proj = self.linear(self.backend.Linear, config.inner_size, {"mixer.out_proj": config.hidden_size}, False)
+
+  def plain(self, name: str, *shape: int) -> Plain: return Plain(f"{self.name}.mixer.{name}", shape, dtypes.float32)
 
   def attention(self, h: Tensor, cache: list[Tensor], ropes: list[Tensor], tokens: Tensor,
                 block_tables: Tensor) -> Tensor:
     if self.has_kv: return super().attention(h, cache, ropes, tokens, block_tables)
+    return self.out_proj(self.mix(h, cache[0], tokens).cast(h.dtype).contiguous())
+
+  def mix(self, h: Tensor, state: Tensor, tokens: Tensor) -> Tensor:
+    """Return a short convolution with two gates (LFM2), (T, inner_size), C * conv(B * x), for normed h, (T, hidden)."""
     b, c, x = self.in_proj(h).chunk(3, 1)                               # (T, hidden) each
-    x = causal_conv((b.float() * x).contiguous(), cache[0], self.conv.weight, tokens)
-    return self.out_proj((c * x).cast(h.dtype).contiguous())
+    return c * causal_conv((b.float() * x).contiguous(), state, self.conv.weight, tokens)
 
 
-NAMES = {"operator_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "out_proj": "o_proj",
-         "q_layernorm": "q_norm", "k_layernorm": "k_norm", "feed_forward": "mlp", "w1": "gate_proj", "w3": "up_proj",
-         "w2": "down_proj", "embedding_norm": "norm"}   # LFM2's names -> LLaMA's
+class DeltaRuleLayer(HybridLayer):
+  """A transformer block with attention or the gated delta rule."""
+  def make_attention(self) -> None:
+    super().make_attention()
+    if self.has_kv: return
+    heads, _, V = self.config.matrices
+    rows = {"mixer.in_proj_b": heads, "mixer.in_proj_a": heads}
+    self.in_proj_ba = self.linear(self.backend.Linear, self.config.hidden_size, rows, False)
+    self.dt_bias, self.a_log = [self.plain(name, heads) for name in ("dt_bias", "A_log")]
+    self.gated_norm = self.norm("mixer.gated", V)
+
+  def mix(self, h: Tensor, state: Tensor, tokens: Tensor) -> Tensor:
+    """Return RMSNorm(S q) * silu(z), see delta_kernel."""
+    heads, K, V = self.config.matrices
+    x, z = self.in_proj(h).split([self.config.channels, heads * V], 1)
+    x = causal_conv(x.contiguous(), state, self.conv.weight, tokens).silu().contiguous()   # (T, channels)
+    b, a = self.in_proj_ba(h, dtype=dtypes.float32).chunk(2, 1)         # (T, heads) each
+    decay = (-self.a_log.weight.exp() * (a + self.dt_bias.weight).softplus()).exp()
+    out = Tensor.empty(h.shape[0], heads, V, dtype=dtypes.float32).custom_kernel(
+      state, x, decay.stack(b.sigmoid()).contiguous(), tokens, fxn=functools.partial(delta_kernel, K=K))[0]
+    return self.gated_norm(out).flatten(1) * z.float().silu()
 
 
 class Hybrid(LlamaVariant):
-  """A model with attention in some layers, and a recurrent state in the others."""
+  """A model with attention in some layers, and a recurrent state in the others: LFM2 (Liquid AI 2025,
+  arXiv:2511.23404)."""
   Layer = HybridLayer
-  config: HybridConfig
   config_class = HybridConfig
   one_device = " for models with recurrent layers"
 
-  def arrange(self, tensors: dict[str, object]) -> dict[str, object]:
-    return {name if ".conv." in name else ".".join(NAMES.get(x, x) for x in name.split(".")): tensor
-            for name, tensor in tensors.items()}
+
+class Qwen35(Hybrid):
+  """Qwen3.5 (dense, its text part). Unlike Qwen3 it has the gated delta rule instead of attention in most layers, gates
+  for the outputs of attention, RoPE on a quarter of a head, and norms of 1 + w."""
+  Layer = DeltaRuleLayer
 
 
 def lfm2(hf: JsonObject) -> JsonObject:
-  attention = hf.get("full_attn_idxs")
-  types = hf.get("layer_types") or ["conv" if attention is not None and i not in attention else "full_attention"
-                                    for i in range(hf["num_hidden_layers"])]
   check(not hf.get("conv_bias"), "model: conv_bias=True is not supported; supported: false")
-  return {"layer_types": tuple(types), "kernel_size": hf.get("conv_L_cache", 3), "qk_norm": "head"}
+  layers, hidden, multiple = range(hf["num_hidden_layers"]), hf["hidden_size"], hf["block_multiple_of"]
+  types = hf.get("layer_types") or [["conv", "full_attention"][i in hf.get("full_attn_idxs", layers)] for i in layers]
+  size: int = hf.get("block_ff_dim") or hf["intermediate_size"]
+  if hf["block_auto_adjust_ff_dim"]:
+    size = -(-int(int(2 * size / 3) * hf["block_ffn_dim_multiplier"]) // multiple) * multiple
+  return {"layer_types": tuple(types), "kernel_size": hf["conv_L_cache"], "channels": hidden, "inner_size": hidden,
+          "in_proj": {"mixer.in_proj": 3 * hidden}, "qk_norm": "head", "rms_norm_eps": hf["norm_eps"],
+          "intermediate_size": size, "tie_word_embeddings": hf.get("tie_embedding", hf["tie_word_embeddings"])}
 
 
-def read_lfm2(hf: JsonObject, path: pathlib.Path) -> tuple[ModelConfig, type[Llama]]:
-  """Read the config.json of LFM2 (Liquid AI 2025, arXiv:2511.23404)."""
-  hf = {name: value for name, value in hf.items() if value is not None}
-  size = hf.get("intermediate_size") or hf.get("block_ff_dim") or 12288
-  if hf.get("block_auto_adjust_ff_dim", True):
-    multiple = hf.get("block_multiple_of", 256)
-    size = int(int(2 * size / 3) * hf.get("block_ffn_dim_multiplier", 1.0))
-    size = -(-size // multiple) * multiple
-  tied = hf.get("tie_word_embeddings", hf.get("tie_embedding", True))
-  fields = {"rms_norm_eps": hf.get("norm_eps", 1e-5), "intermediate_size": size, "tie_word_embeddings": tied}
-  return make_row(lfm2, Hybrid)({"rope_theta": 1e6, **hf, **fields}, path)
+def qwen3_5(hf: JsonObject) -> JsonObject:
+  interval, layers = hf["full_attention_interval"], range(hf["num_hidden_layers"])
+  types = hf.get("layer_types") or ["linear_attention" if (i + 1) % interval else "full_attention" for i in layers]
+  heads, K, V = hf["linear_num_value_heads"], hf["linear_key_head_dim"], hf["linear_value_head_dim"]
+  channels = 2 * hf["linear_num_key_heads"] * K + heads * V   # q, k and v
+  return {"layer_types": tuple(types), "kernel_size": hf["linear_conv_kernel_dim"], "matrices": (heads, K, V),
+          "channels": channels, "inner_size": heads * V, "norm_offset": 1, "qk_norm": "head",
+          "in_proj": {"mixer.in_proj_qkv": channels, "mixer.in_proj_z": heads * V}, "has_gate": hf["attn_output_gate"]}
+
+
+HYBRIDS = {"Lfm2ForCausalLM": make_row(lfm2, Hybrid), "Qwen3_5ForCausalLM": make_row(qwen3_5, Qwen35),
+           "Qwen3_5ForConditionalGeneration": make_row(qwen3_5, Qwen35)}

@@ -3,16 +3,16 @@ like `granite` and add it to ROWS, under its name in config.json's `architecture
 import pathlib
 from collections.abc import Callable
 
-from tinyvllm.config import JsonObject, ModelConfig, check
+from tinyvllm.config import JsonObject, ModelConfig, check, read_json
 from tinyvllm.llama import Llama
 
 from .experts import Mixture
 from .layers import LlamaVariant, VariantConfig
 from .ropes import ROPE_TYPES, read_rope
 
+TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))   # defaults of architectures, names of tensors
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}   # a method of Tensor, whose gelu is the tanh approximation
 Reader = Callable[[JsonObject, pathlib.Path], tuple[ModelConfig, type[Llama]]]   # reads config.json
-GEMMA_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 def windows(hf: JsonObject, default: Callable[[int], bool] = lambda i: True) -> JsonObject:
@@ -70,10 +70,10 @@ def olmo3(hf: JsonObject) -> JsonObject:
 
 
 def gemma2(hf: JsonObject) -> JsonObject:
-  return {"norms": GEMMA_NORMS, "norm_offset": hf.get("norm_offset", 1),   # GGUF has 1 + w
+  return {"norms": tuple(TABLES["Gemma's norms"]), "norm_offset": hf.get("norm_offset", 1),   # GGUF has 1 + w
           "embedding_multiplier": hf["hidden_size"]**0.5,
-          "attention_scale": hf["query_pre_attn_scalar"]**-0.5, "attention_cap": hf["attn_logit_softcapping"] or 0,
-          "logits_cap": hf["final_logit_softcapping"] or 0, "overflows_float16": True,
+          "attention_scale": hf["query_pre_attn_scalar"]**-0.5, "attention_cap": hf.get("attn_logit_softcapping", 0),
+          "logits_cap": hf.get("final_logit_softcapping", 0), "overflows_float16": True,
           **windows(hf, lambda i: (i + 1) % 2 != 0)}
 
 
@@ -97,9 +97,7 @@ def qwen3_moe(hf: JsonObject) -> JsonObject:
 
 
 def mixtral(hf: JsonObject) -> JsonObject:
-  name = "block_sparse_moe.experts.{}"
-  return windows(hf) | experts(hf) | {"router": "block_sparse_moe.gate", "gate_up": (f"{name}.w1", f"{name}.w3"),
-                                      "down": (f"{name}.w2",)}
+  return windows(hf) | experts(hf)
 
 
 def olmoe(hf: JsonObject) -> JsonObject:
@@ -108,23 +106,22 @@ def olmoe(hf: JsonObject) -> JsonObject:
 
 
 def gpt_oss(hf: JsonObject) -> JsonObject:
-  return windows(hf) | experts(hf) | {
-    "router": "mlp.router", "gate_up": ("mlp.experts.gate_up_proj",), "down": ("mlp.experts.down_proj",),
-    "expert_bias": True, "has_sinks": True, "swiglu": (hf.get("swiglu_alpha", 1.702), hf.get("swiglu_limit", 7.0))}
+  return windows(hf) | experts(hf) | {"is_stacked": True, "expert_bias": True, "has_sinks": True,
+                                      "swiglu": (hf.get("swiglu_alpha", 1.702), hf.get("swiglu_limit", 7.0))}
 
 
-def make_row(options: Callable[[JsonObject], JsonObject], model_class: type[LlamaVariant] = LlamaVariant,
-             **defaults: object) -> Reader:
-  """Return a function that reads config.json's content; see MODELS. defaults: of fields that config.json may lack."""
+def make_row(options: Callable[[JsonObject], JsonObject], model_class: type[LlamaVariant] = LlamaVariant) -> Reader:
+  """Return a function that reads config.json's content without null fields; see MODELS. TABLES has defaults."""
   def read(hf: JsonObject, path: pathlib.Path) -> tuple[VariantConfig, type[LlamaVariant]]:
-    hf = {**defaults, **text_config(hf)}
+    architecture = TABLES["text parts"].get(hf["architectures"][0], hf["architectures"][0])
+    hf = {**TABLES["defaults"].get(architecture, {}), **hf}
     core = ModelConfig.from_hf({**hf, "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
                                 "rope_parameters": {"rope_type": "default"}}, path)
     name = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
     check(name in ACTIVATIONS, f"{path}: hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     zeros = (0,) * core.num_hidden_layers
     values = {"rope_kinds": zeros, "windows": zeros, "activation": ACTIVATIONS[name], **options(hf)}
-    values = {"ropes": (read_rope(hf),), **values}
+    values = {"ropes": (read_rope(hf),), "renamed": TABLES["renamed"].get(architecture, {}), **values}
     rope = values["ropes"][0] or {}
     if rope.get("rope_type") == "yarn":   # which extends the context length
       length = int(rope["factor"] * rope["original_max_position_embeddings"])
@@ -135,28 +132,17 @@ def make_row(options: Callable[[JsonObject], JsonObject], model_class: type[Llam
   return read
 
 
-def text_config(hf: JsonObject) -> JsonObject:
-  """Return the config of a model's part for text, if it has others."""
-  text = {x: value for x, value in (hf.get("text_config") or {}).items() if value is not None}
-  own = {x: hf[x] for x in ("architectures", "eos_token_id", "tie_word_embeddings") if hf.get(x) is not None}
-  return {**hf, **text, **own}
-
-
-GEMMA3 = make_row(gemma3, vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256,
-                  rms_norm_eps=1e-6, max_position_embeddings=131072, rope_theta=1e6, rope_local_base_freq=1e4,
-                  query_pre_attn_scalar=256, sliding_window=4096, sliding_window_pattern=6, tie_word_embeddings=True,
-                  attn_logit_softcapping=0, final_logit_softcapping=0, hidden_activation="gelu_pytorch_tanh")
 ROWS = {
-  "Gemma2ForCausalLM": make_row(gemma2, tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh"),
-  "Gemma3ForCausalLM": GEMMA3, "Gemma3ForConditionalGeneration": GEMMA3,
+  "Gemma2ForCausalLM": make_row(gemma2),
+  "Gemma3ForCausalLM": make_row(gemma3), "Gemma3ForConditionalGeneration": make_row(gemma3),
   "GptOssForCausalLM": make_row(gpt_oss, Mixture),
   "GraniteForCausalLM": make_row(granite),
   **{f"{x}ForCausalLM": make_row(mistral) for x in ("Ministral", "Ministral3", "Mistral")},
   "Mistral3ForConditionalGeneration": make_row(mistral),
   "MixtralForCausalLM": make_row(mixtral, Mixture),
-  "Olmo2ForCausalLM": make_row(olmo2), "Olmo3ForCausalLM": make_row(olmo3, rope_theta=500000.0, sliding_window=4096),
+  "Olmo2ForCausalLM": make_row(olmo2), "Olmo3ForCausalLM": make_row(olmo3),
   "OlmoeForCausalLM": make_row(olmoe, Mixture),
   "Phi3ForCausalLM": make_row(phi3),
   "Qwen2ForCausalLM": make_row(qwen2), "Qwen3ForCausalLM": make_row(qwen3),
   "Qwen3MoeForCausalLM": make_row(qwen3_moe, Mixture),
-  "SmolLM3ForCausalLM": make_row(smollm3, rope_theta=2e6, tie_word_embeddings=True)}
+  "SmolLM3ForCausalLM": make_row(smollm3)}

@@ -1,4 +1,5 @@
-"""Embedding models: a language model whose output is the hidden state of the last token instead of logits."""
+"""The model that a folder describes: the text part of config.json, and whether the model computes embeddings, in the
+format of sentence-transformers. An embedding is the hidden state of the last token instead of logits."""
 import dataclasses, pathlib
 from typing import Any
 
@@ -6,11 +7,19 @@ from tinygrad import Tensor
 from tinygrad.dtype import DType
 
 from tinyvllm.backend import Backend, Devices
-from tinyvllm.config import ModelConfig, check, read_json
+from tinyvllm.config import JsonObject, ModelConfig, check, read_json
 from tinyvllm.llama import Llama
+from tinyvllm_extra.models import find_model
 from tinyvllm_extra.options import check_one_device
 
 MODULES = {"Transformer", "Pooling", "Normalize"}   # sentence-transformers' modules that tinyvllm computes
+
+
+def text_config(hf: JsonObject) -> JsonObject:
+  """Return the config of a model or of its part for text, without null fields."""
+  text = {x: value for x, value in (hf.get("text_config") or {}).items() if value is not None}
+  own = {x: hf[x] for x in ("architectures", "eos_token_id", "tie_word_embeddings") if hf.get(x) is not None}
+  return {x: value for x, value in {**hf, **text, **own}.items() if value is not None}
 
 
 class Embedder(Llama):
@@ -37,3 +46,10 @@ def is_embedder(path: pathlib.Path, runner: str) -> bool:
   check(pooling.get("pooling_mode_lasttoken"), f"model: {folder}: 1_Pooling/config.json: pooling_mode_lasttoken must "
         "be true, because only the last token has seen the whole text: choose another model")
   return True
+
+
+def choose_model(hf_config: JsonObject, path: pathlib.Path, runner: str = "auto") -> tuple[ModelConfig, type[Llama]]:
+  """Like find_model, for any config.json. Return the class of an Embedder to compute embeddings. runner: see
+  is_embedder."""
+  config, model_class = find_model(text_config(hf_config), path)
+  return config, type("Embedder", (Embedder, model_class), {}) if is_embedder(path, runner) else model_class
