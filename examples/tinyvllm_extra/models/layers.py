@@ -51,8 +51,7 @@ def row_order(config: ModelConfig, name: str, count: int) -> np.ndarray | None:
   if set(sizes) <= {config.head_dim} and not config.has_gate: return None
   parts = 1 + (config.has_gate and name.endswith("q_proj"))
   rows = np.arange(count).reshape(-1, parts, config.head_dim).swapaxes(0, 1).reshape(-1, config.head_dim)   # (heads, D)
-  heads = config.num_attention_heads + config.num_key_value_heads
-  if not name.endswith("qkv_proj"): heads = len(rows) // parts
+  heads = config.num_attention_heads + config.num_key_value_heads if name.endswith("qkv_proj") else len(rows) // parts
   rotated, plain = np.split(rows[:heads], sizes[:1], 1)
   halves = zip(np.split(rotated, 2, 1), np.split(plain, 2, 1), strict=True)
   rows[:heads] = np.hstack([part for half in halves for part in half])

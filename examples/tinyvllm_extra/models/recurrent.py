@@ -9,7 +9,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
-from tinyvllm.backend import TOKENS, cpu_cores, exclusive, scatter_kernel
+from tinyvllm.backend import TOKENS, cpu_cores, exclusive
 from tinyvllm.config import JsonObject, ModelConfig, check
 from tinyvllm.runner import Runner, upload, zeros
 
@@ -41,6 +41,13 @@ def state_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
   return [() if kind == "full_attention" else (size,) for kind in config.layer_types]
 
 
+def copy_kernel(state: UOp, pairs: UOp) -> UOp:
+  """Copy row pairs[i, 0] to row pairs[i, 1], in place. pairs: (num_pairs, 2). No row is in two different pairs."""
+  i, j = [UOp.range(n, axis) for axis, n in enumerate((pairs.max_shape[0], state.max_shape[1]))]
+  source, target = [pairs[i, z].load().cast(dtypes.weakint) % state.max_shape[0] for z in range(2)]
+  return state[target, j].store(state[source, j].load()).end(i, j).sink(arg=KernelInfo(name="copy_rows"))
+
+
 class StateRows:
   """The rows of all states of a runner, which are in its KV caches. shapes: see state_shapes."""
   def __init__(self, runner: Runner, shapes: list[tuple[int, ...]], num_rows: int):
@@ -49,19 +56,17 @@ class StateRows:
       cache += [Tensor.empty(num_rows, *shape, dtype=dtypes.float32).contiguous().realize()] if shape else []
     self.states = [cache[0] for cache, shape in zip(runner.kv_caches, shapes, strict=True) if shape]
     self.num_pairs = max(1, min(16, COPIED // max(map(math.prod, filter(None, shapes)))))   # of a copy
-    self.rows = zeros(self.num_pairs), zeros(self.num_pairs)   # from, to
+    self.pairs = zeros(self.num_pairs, 2)   # from, to
     self.graph = runner.model.devices.jit(self.run)
     self.graph.cnt = 1   # capture at the first call
 
-  def run(self) -> None:
-    Tensor.realize(*[x.custom_kernel(self.rows[1], x[self.rows[0]].contiguous(), fxn=scatter_kernel)[0]
-                     for x in self.states])
+  def run(self) -> None: Tensor.realize(*[x.custom_kernel(self.pairs, fxn=copy_kernel)[0] for x in self.states])
 
   def copy(self, pairs: list[tuple[int, int]]) -> None:
     """Copy rows in the order of the device's other work. pairs: from and to; no row is in two of them."""
     padded = [*pairs, *[(self.padding, self.padding)] * (-len(pairs) % self.num_pairs)]
     for rows in np.array(padded, np.int32).reshape(-1, self.num_pairs, 2):
-      for tensor, column in zip(self.rows, rows.T, strict=True): upload(tensor, column.copy())
+      upload(self.pairs, rows)
       with exclusive: self.graph()
 
 

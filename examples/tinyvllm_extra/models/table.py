@@ -96,8 +96,7 @@ def qwen3_moe(hf: JsonObject) -> JsonObject:
   return qwen3(hf) | experts(hf) | {"dense_layers": dense, "norm_topk_prob": hf.get("norm_topk_prob", False)}
 
 
-def mixtral(hf: JsonObject) -> JsonObject:
-  return windows(hf) | experts(hf)
+def mixtral(hf: JsonObject) -> JsonObject: return windows(hf) | experts(hf)
 
 
 def olmoe(hf: JsonObject) -> JsonObject:
