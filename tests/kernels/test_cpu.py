@@ -71,16 +71,6 @@ def test_graph_kernels_wait_for_previous_kernel_on_all_cores():
     np.testing.assert_allclose(jit().numpy(), reflect(new), atol=1e-4)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 16])
-@pytest.mark.parametrize("sums", [4, 8, 16])
-def test_linear_equals_numpy_for_any_number_of_sums(monkeypatch, rows, sums):
-  """CPUs with few registers use 4 sums, AVX-512 uses 8."""
-  monkeypatch.setattr("tinyvllm_extra.kernels.matmul.cpu_sums", lambda: sums)
-  linears, reflect = layers(3)
-  x = np.random.default_rng(rows).standard_normal((rows, SIZE)).astype(np.float32)
-  np.testing.assert_allclose(apply_layers(linears, Tensor(x).realize()).numpy(), reflect(x), atol=1e-4)
-
-
 def interrupt_starts() -> None:
   """Interrupt a graph when some of the other cores have started, but not the first one. Print each interrupt."""
   prepare_device()

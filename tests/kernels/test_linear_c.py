@@ -1,4 +1,4 @@
-"""Products of linear.c compared with numpy or linear_kernel, with each instruction set that this CPU has."""
+"""Products of linear.c compared with numpy, with each instruction set that this CPU has."""
 import re
 from pathlib import Path
 
@@ -14,8 +14,9 @@ from tinyvllm import LLM
 from tinyvllm.backend import renderer
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.formats.quantization import Quantized, dequantize
-from tinyvllm_extra.kernels import matmul
 from tinyvllm_extra.kernels.matmul import FastExperts, FastGateUp, FastLinear
+from tinyvllm_extra.models.quantized import E2M1, E4M3
+from tinyvllm_extra.models.storage_order import reorder
 
 pytestmark = pytest.mark.skipif(not isinstance(renderer(), ClangRenderer), reason="other devices do not compile C")
 # A CPU with each set of instructions, and its flag in /proc/cpuinfo. ivybridge runs the portable form
@@ -80,20 +81,23 @@ def test_products_equal_numpy_and_do_not_depend_on_batch(monkeypatch, cpu, kind,
 
 
 @each_cpu
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_products_of_floats_equal_those_of_linear_kernel_exactly(monkeypatch, cpu, dtype):
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", np.int8, np.uint8, E4M3, E2M1])
+def test_products_of_floats_equal_numpy_and_do_not_depend_on_batch(monkeypatch, cpu, kind):
   monkeypatch.setattr(codegen, "to_program_cache", {})
   if cpu != "native": monkeypatch.setattr(renderer().compiler, "args", [f"-march={cpu}"])
-  layer = FastLinear(K, {"w": 80}, True, dtypes.float32)
-  weight = np.random.default_rng(1).standard_normal(layer.weight.shape, np.float32)
-  layer.weight = on_device(weight).cast(dtype).realize()
+  layer, rng = FastLinear(K, {"w": 80}, True, dtypes.float32), np.random.default_rng(1)
   layer.bias = on_device(np.linspace(-9, 9, 80, dtype=np.float32))
-  x, outputs = on_device(random_x(ROWS)[:40]), []
-  for limit in (8, 2**31):   # rows from which linear.c is used
-    monkeypatch.setattr(matmul, "FEW_ROWS", limit)
-    assert matmul.multiplies_floats(layer, x, x) == (limit == 8)
-    outputs.append(layer(x).realize())
-  np.testing.assert_array_equal(*[x.numpy() for x in outputs])
+  if isinstance(kind, str):
+    weight = Tensor(rng.standard_normal((80, K), np.float32)).cast(kind).contiguous().float().numpy()   # rounded
+    layer.weight = on_device(reorder(weight, layer.weight.shape)).cast(kind).realize()
+  else:
+    scale, offset = rng.random((2, 80, 6)).astype(np.float16)
+    quantized = Quantized(rng.integers(0, 16, (80, K), np.uint8).view(kind), scale, offset, np.arange(K))
+    layer.store([quantized], lambda arrays, dtype=None: on_device(*arrays))
+    weight = dequantize(quantized, np.float64)
+  outputs = {rows: layer(on_device(random_x(ROWS)[:rows])).numpy() for rows in (1, 3, 8, ROWS)}
+  check(outputs[ROWS], random_x(ROWS) @ weight.astype(np.float64).T + layer.bias.numpy())
+  for rows, output in outputs.items(): np.testing.assert_array_equal(output, outputs[ROWS][:rows])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40])

@@ -1,10 +1,10 @@
-// out = x @ W.T + bias on a CPU, with int8 products for W in int8 or int4 (models/storage_order.py, `pack_words`), else
-// with floats. A core first copies a block of rows of x or, for integers, quantizes it to int8, in groups of X_GROUP
-// inputs with a scale each: their integer sums are exact. DOT multiplies 4 inputs of LANES outputs, W's unsigned and
-// x's signed, and adds them to int32 sums. Inline assembly needs no headers, and no builtins that differ by version. A
-// sum begins at START times the sum of x: W holds q + 128.
+// out = x @ W.T + bias on a CPU. IS_INT: int8 products for W in int8 or int4 (models/storage_order.py, `pack_words`),
+// else products of floats. A core first copies a block of rows of x or, for IS_INT, quantizes it to int8, in groups of
+// X_GROUP inputs with a scale each: their integer sums are exact. DOT multiplies 4 inputs of LANES outputs, W's
+// unsigned and x's signed, and adds them to int32 sums. Inline assembly needs no headers, and no builtins that differ
+// by version. A sum begins at START times the sum of x: W holds q + 128.
 #define START (BITS == 8 ? -128 : 0)
-#if defined(__AVX512VNNI__) || defined(__AVX512F__) && BITS > 8
+#if defined(__AVX512VNNI__) || defined(__AVX512F__) && !IS_INT
 #define LANES 16
 #define DOT(sum, w, x) __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x))
 #elif defined(__AVXVNNI__)
@@ -34,15 +34,27 @@ typedef unsigned u32;
 #define EACH(i, count) _Pragma("clang loop unroll(full)") for (int i = 0; i < count; i++)
 #define FLOATS(type, p) __builtin_convertvector(*(const type *)(p), f32)
 // Rows of x and vectors of outputs whose sums fill the registers, and outputs per step
-#define HIGH ((LANES == 8 ? 2 : 4) * (BITS > 8 ? 2 : 1))
-#define WIDE (BITS > 8 && N % (LANES * 3) == 0 ? 3 : LANES < 16 || IS_GATED ? 2 : N % 48 == 0 ? 3 : N % 32 == 0 ? 2 : 1)
+#define HIGH ((LANES == 8 ? 2 : 4) * (IS_INT ? 1 : 2))
+#define WIDE (IS_GATED || LANES < 16 && (IS_INT || N % 24) ? 2 : N % (LANES * 3) == 0 ? 3 : N % 32 == 0 ? 2 : 1)
 #define OUTPUTS (WIDE * LANES / (1 + IS_GATED))
 #define STEPS (N / (1 + IS_GATED) / OUTPUTS)
 
-#if BITS > 8
+#if !IS_INT
 typedef WEIGHT weights __attribute__((vector_size(LANES * sizeof(WEIGHT)), aligned(sizeof(WEIGHT))));
+typedef unsigned short f16_bits __attribute__((vector_size(LANES * 2)));
+typedef _Float16 f16 __attribute__((vector_size(LANES * 2)));
 typedef struct { float x[K]; } Row;
 
+// The numbers of input k, see NumberFormat.value
+static inline f32 decode(weights w, int k) {
+#if BITS < 16
+  f16_bits bits = __builtin_convertvector(BITS == 4 ? w >> k % 8 * 4 & 15 : w, f16_bits);
+  if (!IS_FLOAT) return BITS == 4 ? __builtin_convertvector(bits, f32) : __builtin_convertvector(w, f32);
+  bits = BITS == 4 ? (bits & 7) << 9 | (bits & 8) << 12 : (bits & 127) << 7 | (bits & 128) << 8;
+  return __builtin_convertvector((f16)bits, f32);
+#endif
+  return __builtin_convertvector(w, f32);
+}
 static void quantize(Row *row, const float *x) { for (int k = 0; k < K; k++) row->x[k] = x[k]; }
 #else
 typedef struct { signed char q[K]; float scale[K / X_GROUP]; int sum[K / X_GROUP]; } Row;
@@ -69,14 +81,21 @@ static void quantize(Row *row, const float *x) {
 // Compute R rows by WIDE vectors of outputs, from `first`. With an activation, the second half of the vectors is up's
 static inline __attribute__((always_inline)) void tile(const int R, long first, const long *targets, const Row *rows,
     float *out, const u32 *weight, const SCALE *scale, const OFFSET *offset, const float *bias) {
-  f32 total[HIGH][8];
+  f32 total[8][8];
   long o[8];
   EACH(c, WIDE) o[c] = first + (IS_GATED && c >= WIDE / 2 ? N / 2 + (c - WIDE / 2) * LANES : c * LANES);
   EACH(r, R) EACH(c, WIDE) total[r][c] = (f32){};
-#if BITS > 8
+#if !IS_INT
   for (int k = 0; k < K; k++) {
     f32 w[8];
-    EACH(c, WIDE) w[c] = FLOATS(weights, (const WEIGHT *)weight + (o[c] / 16 * K + k) * 16 + o[c] % 16);
+    EACH(c, WIDE) {
+      const WEIGHT *from = (const WEIGHT *)weight + (o[c] / 16 * K + k) / (BITS == 4 ? 8 : 1) * 16 + o[c] % 16;
+      const long at = (o[c] / 16 * GROUPS + k / (K / GROUPS)) * 16 + o[c] % 16;
+      if (BLOCK_ROWS <= HIGH) __builtin_prefetch((const char *)from + 4096);   // W is read once
+      w[c] = decode(*(const weights *)from, k);
+      if (HAS_SCALE) w[c] = w[c] * FLOATS(scales, scale + at);
+      if (HAS_OFFSET) w[c] = w[c] + FLOATS(offsets, offset + at);
+    }
     EACH(r, R) EACH(c, WIDE) total[r][c] += w[c] * rows[r].x[k];
   }
 #else
@@ -122,6 +141,8 @@ void NAME(ARGUMENTS, int core_id) {
     for (long step = STEPS * part / OUTPUT_PARTS; step < STEPS * (part + 1) / OUTPUT_PARTS; step++) {
       long first = (HAS_ROW_GROUPS ? (long)(group[0] % EXPERTS) * N : 0) + step * OUTPUTS, t = 0;
       for (; t + HIGH <= count; t += HIGH) TILE(HIGH);
+      for (; t + 4 <= count; t += 4) TILE(4);
+      for (; t + 2 <= count; t += 2) TILE(2);
       for (; t < count; t++) TILE(1);
     }
   }

@@ -8,7 +8,7 @@ import numpy as np
 from tinygrad import Tensor, UOp, dtypes, helpers
 from tinygrad.dtype import DType
 from tinygrad.renderer.cstyle import ClangRenderer
-from tinygrad.uop.ops import AxisType, Ops
+from tinygrad.uop.ops import AxisType
 
 from tinyvllm import backend
 from tinyvllm.backend import cpu_cores, renderer
@@ -23,12 +23,9 @@ from . import cuda_source, products
 from .buffers import new
 from .cpu import cpu_sums
 from .cuda_source import Launch
-from .schedule import (Operands, Routes, add_up, axes, axis, call, divisor, end, fold, kernel_of, lane_axis,
+from .schedule import (add_up, axes, axis, call, divisor, end, fold, kernel_of, lane_axis,
                        shared_by, unrolled)
 from .shards import local_ids, partial_sums
-
-FEW_ROWS = 8      # maximum rows of x that linear_kernel multiplies as fast as linear.c, if W holds floats
-PREFETCH = 4096   # bytes that a CPU core prefetches ahead of its current weights
 
 
 class FastLinear(backend.Linear):
@@ -43,7 +40,7 @@ class FastLinear(backend.Linear):
     super().__init__(in_features, sources, bias, dtype, axis)
     self.weight = Tensor.empty(*stored_shape(self.out_features, in_features, cuda_source.has_mma(dtype)), dtype=dtype)
     if bias: self.bias = Tensor.empty(self.out_features, dtype=dtypes.float32)
-    self.scales: dict[str, Tensor] = {}   # scale and offset of a quantized W, see Operands
+    self.scales: dict[str, Tensor] = {}   # scale and offset of a quantized W
 
   def ordered(self, w: np.ndarray) -> np.ndarray:
     """Return the rows of W, or of its scales, in the order for `reorder`."""
@@ -52,7 +49,9 @@ class FastLinear(backend.Linear):
   def load(self, checkpoint: Checkpoint) -> None:
     """Read W and the bias, one shard per device, into their stored layout."""
     weights = stored_weights(checkpoint)
-    if self.bias is not None: self.bias.replace(weights.place(self, weights.vectors(self, "bias"), self.bias.dtype))
+    # A bias in float16 or bfloat16 is placed unchanged, but sources read float32
+    if self.bias is not None:
+      self.bias = weights.place(self, weights.vectors(self, "bias")).float().contiguous().realize()
     self.store(weights.matrices(self), functools.partial(weights.place, self), weights.has_8bit_inputs)
 
   def store(self, shards: Sequence[Matrix], place: Callable[..., Tensor], has_8bit_inputs: bool = False) -> None:
@@ -78,7 +77,6 @@ class FastLinear(backend.Linear):
     self.number_format = quantized[0].number_format
     self.weight = place([pack_words(w.q) if self.has_8bit_inputs else pack_numbers(self.ordered(w.q), shape)
                          for w in quantized])
-    if self.has_8bit_inputs and self.bias is not None: self.bias = self.bias.float().contiguous().realize()
     self.scales = {name: place([reorder(self.ordered(x), scales_shape(shape, x.shape[1])) for x in arrays])
                    for name, arrays in scales.items() if arrays}
     order = quantized[0].order
@@ -91,18 +89,17 @@ class FastLinear(backend.Linear):
     return self.multiply(out.reshape(-1, self.out_features), x)
 
   def multiply(self, out: Tensor, x: Tensor, row_groups: Tensor | None = None, activation: str = "") -> Tensor:
-    """Return `out` with the products. See Operands."""
+    """Return `out` with the products. See linear_kernel."""
     if self.order is not None: x = x[:, self.order].contiguous()
     tensors = {"x": x, "weight": self.weight, **self.scales, "bias": self.bias, "row_groups": row_groups}
-    if self.has_8bit_inputs or row_groups is None and multiplies_floats(self, out, x):
+    if uses_c(self, x):
       rows = block_rows(*x.max_shape) if row_groups is None else max(1, row_groups.max_shape[1] - 1)
       scratch = new(x, cpu_cores() * rows * 4 * x.max_shape[1], dtype=dtypes.uint8)   # x, or its q, scales and sums
-      launch = functools.partial(launch_c, bits=self.number_format.bits, rows=rows, activation=activation)
+      launch = functools.partial(launch_c, layer=self, rows=rows, activation=activation)
       return cuda_source.run(launch, out=out, scratch=scratch, **tensors)[0]
     if tiles := products.choose_tiles(self, x, row_groups):
       return products.multiply(self, out, x, tiles, activation, row_groups)
-    def run(operands: dict[str, UOp]) -> UOp:
-      return linear_kernel(Operands(**operands, number_format=self.number_format))
+    def run(operands: dict[str, UOp]) -> UOp: return linear_kernel(self, **operands)
     return call(run, out=out, **tensors)[0]
 
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
@@ -116,7 +113,7 @@ class FastGateUp(backend.GateUp, FastLinear):
     return w if self.weight.ndim == 3 else w.reshape(2, -1, 8, w.shape[1]).swapaxes(0, 1)   # a view
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
-    has_tiles = self.weight.ndim > 3 or self.has_8bit_inputs and self.out_features % 32 == 0
+    has_tiles = self.weight.ndim > 3 or uses_c(self, x) and self.out_features % 32 == 0
     if not has_tiles: return super().__call__(x, dtype)
     return self.multiply(new(x, x.shape[0], self.out_features // 2, dtype=dtype), x, activation=self.activation)
 
@@ -130,7 +127,7 @@ class FastExperts(FastLinear):
     self.weight = Tensor.empty(num_experts * tiles, *tile, dtype=dtype)
 
   def group_rows(self, ids: Tensor) -> Tensor:
-    """Return row_groups for kernels (see schedule.Routes), sorted by expert. ids: (T, k) int32, experts of each token.
+    """Return row_groups for kernels (see linear_kernel), sorted by expert. ids: (T, k) int32, experts of each token.
     With few tokens, each row has its own group."""
     experts = ids.flatten()                                             # (P,)
     num_pairs, count = experts.max_shape[0], self.num_experts
@@ -161,25 +158,24 @@ def supports_8bit(shape: tuple[int, ...], w: Quantized) -> bool:
   return is_tiled and not w.number_format.is_float and speaks_c()
 
 
-def multiplies_floats(layer: FastLinear, out: Tensor, x: Tensor) -> bool:
-  """Return whether linear.c is faster than linear_kernel: for floats and whole tiles of rows of a prompt."""
-  has_tiles = layer.weight.max_shape[2:] == (16,) and x.max_shape[0] % 8 == 0 and x.max_shape[0] > FEW_ROWS
-  return layer.number_format is UNQUANTIZED and x.dtype == out.dtype == dtypes.float32 and has_tiles and speaks_c()
+def uses_c(layer: FastLinear, x: Tensor) -> bool:
+  return layer.weight.max_shape[2:] == (16,) and x.dtype == dtypes.float32 and speaks_c()
 
 
-def launch_c(operands: dict[str, UOp], bits: int, rows: int, activation: str) -> Launch:
-  """Return the launch of linear.c. bits: of W. rows: in a block."""
-  shapes = {name: x.max_shape for name, x in operands.items()}
-  (T, K), (tiles, groups, _), (num_rows, width) = shapes["x"], shapes.get("scale", shapes["weight"]), shapes["out"]
-  blocks, row_group = shapes.get("row_groups", (-(-T // rows), 0))
+def launch_c(operands: dict[str, UOp], layer: FastLinear, rows: int, activation: str) -> Launch:
+  """Return the launch of linear.c. rows: in a block."""
+  shapes, number_format = {name: x.max_shape for name, x in operands.items()}, layer.number_format
+  (T, K), tiles, (num_rows, width) = shapes["x"], shapes["weight"][0], shapes["out"]
+  groups, (blocks, row_group) = shapes.get("scale", (0, 1))[1], shapes.get("row_groups", (-(-T // rows), 0))
   N = width if row_group else tiles * 16   # outputs of an expert
   cores = cpu_cores() if num_rows * K * N > 2**17 else 1
   row_parts = 1 if row_group else gcd(blocks, cores)
   types = {name.upper(): operands.get(name, operands["weight"]).dtype.name for name in ("weight", "scale", "offset")}
   return Launch(f"linear_c_{T}_{K}_{N}", "linear.c", types | {
-    "T": T, "K": K, "N": N, "WIDTH": width, "EXPERTS": tiles * 16 // N, "BITS": bits, "GROUPS": groups,
-    "X_GROUP": x_group(K, groups), "ROWS_OUT": num_rows, "BLOCK_ROWS": rows, "BLOCKS": blocks, "ROW_GROUP": row_group,
-    "ROW_PARTS": row_parts, "OUTPUT_PARTS": cores // row_parts, "IS_GATED": int(bool(activation)), "half": "_Float16",
+    "T": T, "K": K, "N": N, "WIDTH": width, "EXPERTS": tiles * 16 // N, "GROUPS": groups, "X_GROUP": x_group(K, groups),
+    "BITS": number_format.bits, "IS_FLOAT": int(number_format.is_float), "IS_INT": int(layer.has_8bit_inputs),
+    "ROWS_OUT": num_rows, "BLOCK_ROWS": rows, "BLOCKS": blocks, "ROW_GROUP": row_group, "ROW_PARTS": row_parts,
+    "OUTPUT_PARTS": cores // row_parts, "IS_GATED": int(bool(activation)), "half": "_Float16",
     "ACTIVATED(x)": products.ACTIVATIONS[activation], "__expf(x)": "tv_exp2((x) * 1.44269504f)"}, (cores, 1, 1))
 
 
@@ -200,48 +196,37 @@ def store(out: UOp, value: UOp, row: UOp, column: UOp) -> UOp:
   return out.base.index((row * out.shape[1] + column).valid(row < out.shape[0])).store(value.cast(out.dtype))
 
 
-def add_bias(operands: Operands, total: UOp, column: UOp) -> UOp:
-  return total if operands.bias is None else total + operands.bias[column].cast(total.dtype)
+def linear_kernel(layer: FastLinear, out: UOp, x: UOp, weight: UOp, scale: UOp | None = None,
+                  offset: UOp | None = None, bias: UOp | None = None, row_groups: UOp | None = None) -> UOp:
+  """Compute out = x @ W.T + bias, with one matrix or with the experts that are stacked in W. x: (T, K). weight: W in a
+  stored shape, see stored_shape. scale, offset: (N, groups) in a stored shape, if W is quantized. bias: (N,).
+
+  row_groups: (G, 1 + rows), each group's expert and its rows of out; a missing row is out's number of rows. (G, 1)
+  holds the expert of each row of out. Consecutive rows of out are products of the same row of x."""
+  target, source, expert = routed_rows(out, x, row_groups)
+  K, num_tiles = x.max_shape[1], out.max_shape[1] // weight.max_shape[2]
+  group_size = K if scale is None else K // scale.max_shape[1]
+  n = expert % (weight.max_shape[0] // num_tiles) * num_tiles + axis(num_tiles, 0, AxisType.WEAK)
+  scale_group = axis(K // group_size, 3)
+  k = scale_group * group_size + axis(group_size, 5)
+  lane = axis(weight.max_shape[2], 7, AxisType.WEAK)
+  w = layer.number_format.value(weight[n, k // layer.number_format.in_element, lane], k)
+  if scale is not None: w = w * scale[n, scale_group, lane].float()
+  if offset is not None: w = w + offset[n, scale_group, lane].float()
+  total = fold(x[source, k].float() * w)
+  if bias is not None: total = total + bias[n * weight.max_shape[2] + lane].cast(total.dtype)
+  return kernel_of("linear", store(out, total, target, n * weight.max_shape[2] + lane))
 
 
-def prefetch(operands: Operands, n: UOp, k: UOp, count: int) -> UOp:
-  """Prefetch the weights of `count` inputs, PREFETCH bytes after input k's, and return 0."""
-  weight, in_element = operands.weight, operands.number_format.in_element
-  _, elements, lanes = weight.max_shape
-  offsets = range(PREFETCH, PREFETCH + count * lanes * weight.dtype.itemsize // in_element, 64)
-  lines = [f"__builtin_prefetch({{0}} + {offset // weight.dtype.itemsize}), " for offset in offsets]
-  index = (n * elements + k // in_element) * lanes
-  return UOp(Ops.CUSTOMI, dtypes.int32, (weight.base.index(index),), f"({''.join(lines)}0)")
-
-
-def linear_kernel(operands: Operands) -> UOp:
-  """Multiply in one pass over the weights: the weights of 16 outputs stay in the cache for all rows of x. A CPU keeps
-  as many sums of 16 lanes as fit in its registers, for several rows of x or, with few rows, several splits."""
-  routes = Routes(operands)
-  T, K, lanes = routes.num_rows, operands.x.max_shape[1], operands.weight.max_shape[2]
-  group_size = K if operands.scale is None else K // operands.scale.max_shape[1]
-  is_simd = cpu_cores() and lanes == 16
-  sums = cpu_sums() if is_simd else 1
-  rows = gcd(T, sums)
-  splits = gcd(group_size, sums // rows) if rows < 4 else 1   # else 4 rows take 1.5 times as long
-  n = routes.first_tile + axis(routes.num_tiles, 0, AxisType.WEAK)
-  t = axis(T // rows, 2, AxisType.WEAK) * rows + axis(rows, 4, AxisType.UPCAST)
-  group = axis(K // group_size, 3)
-  first = group * group_size + axis(group_size // splits, 5) * splits
-  k = first + axis(splits, 6, AxisType.UNROLL)
-  lane = axis(lanes, 7, AxisType.UPCAST if is_simd else AxisType.WEAK)
-  # Prefetch if one pass computes all rows, because then the core waits for weights
-  ahead = prefetch(operands, n, first, splits) if is_simd and rows == T else 0
-  w = operands.number_format.value(operands.weight[n, k // operands.number_format.in_element, lane], k)
-  if operands.scale is not None: w = w * operands.scale[n, group, lane].float()
-  if operands.offset is not None: w = w + operands.offset[n, group, lane].float()
-  # Sum each split, then the splits
-  total = fold(fold(operands.x[routes.source(t), k + ahead].float() * w, types=(AxisType.REDUCE,)))
-  total = add_bias(operands, total, n * lanes + lane)
-  # Less work is finished before another core has started
-  threads = divisor(routes.num_tiles, cpu_cores()) if T * K * routes.num_tiles > 8192 else 1
-  return kernel_of("linear", store(operands.out, total, routes.target(t), n * lanes + lane),
-                   shared_by(threads) if is_simd else None)
+def routed_rows(out: UOp, x: UOp, row_groups: UOp | None) -> tuple[UOp, UOp, UOp | int]:
+  """Return the index of a row of out, of a row of x, and of their expert. See linear_kernel."""
+  if row_groups is None:
+    t = axis(x.max_shape[0], 2, AxisType.WEAK)
+    return t, t, 0
+  group, t = axis(row_groups.shape[0], 1, AxisType.WEAK), axis(row_groups.max_shape[1] - 1, 2, AxisType.WEAK)
+  target = group if row_groups.max_shape[1] == 1 else row_groups[group, 1 + t].load().cast(dtypes.weakint)
+  source = (target // (out.max_shape[0] // x.max_shape[0])).maximum(0).minimum(x.max_shape[0] - 1)
+  return target, source, row_groups[group, 0].load().cast(dtypes.weakint)
 
 
 class FastNorm(backend.Norm):

@@ -61,7 +61,7 @@ choices: dict[str, str] = {}   # by key of `candidates`: `str` of the tiles to u
 
 def choose_tiles(layer: "FastLinear", x: Tensor, row_groups: Tensor | None = None) -> Tiles | None:
   """Return the tiles for x, (T, K), or None if W is not in the layout for tensor cores. row_groups: see
-  schedule.Routes."""
+  matmul.linear_kernel."""
   if layer.weight.ndim < 5: return None
   key, tiles = candidates(layer, x, row_groups)
   return next((x for x in tiles if str(x) == choices.get(key)), tiles[0])
@@ -91,7 +91,7 @@ def candidates(layer: "FastLinear", x: Tensor, row_groups: Tensor | None = None)
 def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles, activation: str,
              row_groups: Tensor | None = None) -> Tensor:
   """Return `out` with x @ W.T + bias or a GateUp's activations: (T, N), or with split-K one (T, N) per split, stacked
-  along the first axis. Rows of the step's padding are undefined. row_groups: see schedule.Routes."""
+  along the first axis. Rows of the step's padding are undefined. row_groups: see matmul.linear_kernel."""
   tokens, scratch = current_tokens(x.max_shape[0]) if row_groups is None else None, {}
   if layer.flags is not None and not tiles.buffers:
     x = cuda_source.run(functools.partial(launch_pack, tiles=tiles), out=new(x, *x.max_shape), x=x, tokens=tokens)[0]
@@ -103,7 +103,7 @@ def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles, activati
 
 
 def sizes_of(operands: dict[str, UOp]) -> dict[str, int]:
-  """Return sizes of a product for a source. row_groups: see schedule.Routes; their groups have NUM_ROWS rows."""
+  """Return sizes of a product for a source. row_groups: see matmul.linear_kernel; their groups have NUM_ROWS rows."""
   shapes = {name: x.max_shape for name, x in operands.items()}
   (T, K), outputs, (num_groups, row_group) = shapes["x"], shapes["weight"][0] * 16, shapes.get("row_groups", (1, 0))
   rows, width = shapes["out"] if row_group else (T, outputs)

@@ -2,7 +2,6 @@
 online softmax."""
 import dataclasses, functools, math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.codegen.opt import Opt, OptOps
@@ -10,8 +9,6 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, sint
 
 from tinyvllm.backend import TOKENS, cpu_cores
-
-from tinyvllm_extra.models.quantized import UNQUANTIZED, NumberFormat
 
 LOWEST = -1e30   # score with weight 0; not -inf, because inf - inf is NaN
 LOG2_E = math.log2(math.e)
@@ -112,42 +109,3 @@ class ScoreOptions:
   def first_block(self, position: UOp, max_blocks: sint, block_size: sint) -> UOp | int:
     """Return the index of the first block that a token at `position` sees."""
     return (position - self.window + 1).maximum(0) // block_size % max_blocks if self.window else 0
-
-
-class Operands(NamedTuple):
-  """The operands of linear_kernel: out = x @ W.T + bias."""
-  out: UOp                        # (rows, columns)
-  x: UOp                          # (T, K)
-  weight: UOp                     # W in a stored shape, see stored_shape
-  scale: UOp | None = None        # (N, groups) in a stored shape, if W is quantized
-  offset: UOp | None = None       # like scale
-  bias: UOp | None = None         # (N,)
-  row_groups: UOp | None = None   # (G, 1 + rows) int32, see Routes
-  number_format: NumberFormat = UNQUANTIZED   # format of W's numbers
-
-
-class Routes:
-  """Rows of x and out in a multiplication by W, or by one of several matrices stacked in W, the experts. Then
-  row_groups, (G, 1 + rows), holds each group's expert and its rows of out; a missing row is out's number of rows.
-  (G, 1) holds the expert of each row of out. Consecutive rows of out are products of the same row of x."""
-  def __init__(self, operands: Operands):
-    out, weight, self.row_groups = operands.out, operands.weight, operands.row_groups
-    self.num_targets, self.num_sources = out.max_shape[0], operands.x.max_shape[0]
-    self.num_rows = self.num_sources if self.row_groups is None else max(1, self.row_groups.max_shape[1] - 1)
-    self.num_tiles = out.max_shape[1] // weight.max_shape[2]
-    self.first_tile: UOp | int = 0
-    if self.row_groups is None: return
-    self.group = axis(self.row_groups.shape[0], 1, AxisType.WEAK)
-    expert = self.row_groups[self.group, 0].load().cast(dtypes.weakint)
-    self.first_tile = expert % (weight.max_shape[0] // self.num_tiles) * self.num_tiles
-
-  def target(self, t: UOp) -> UOp:
-    """Return row t of a group as a row of out."""
-    if self.row_groups is None: return t
-    if self.row_groups.max_shape[1] == 1: return self.group
-    return self.row_groups[self.group, 1 + t].load().cast(dtypes.weakint)
-
-  def source(self, t: UOp) -> UOp:
-    """Return row t of a group, or the last row if it has fewer, as a row of x."""
-    if self.row_groups is None: return t
-    return (self.target(t) // (self.num_targets // self.num_sources)).maximum(0).minimum(self.num_sources - 1)
