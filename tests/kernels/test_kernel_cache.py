@@ -1,9 +1,7 @@
 """Kernels are compiled once: the folder of kernels on disk, damaged files included, and layers that are traced once."""
 import pickle
-import threading
 from collections import Counter
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from helpers.engines import ENGINE, greedy, ids_of, prompt, tokens
@@ -69,20 +67,6 @@ def test_kernel_folder_damaged_file_is_replaced(lowered, tmp_path):
     again = build_kernel(tmp_path)
     assert again is not last and build_kernel(tmp_path) is again, damaged
     last = again
-
-
-def test_copies_of_the_process_write_several_kernels(lowered, monkeypatch, tmp_path):
-  """Without memory for a copy, or if a copy hangs, this process lowers them later."""
-  asts = [UOp.sink(UOp.const(1), arg=KernelInfo(name=str(i))) for i in range(8)]
-  jobs = [(ast, backend.renderer()) for ast in asts]
-  kernels.KernelFolder(tmp_path, CLANG).lower_in_parallel(jobs)
-  assert len(files(tmp_path)) == 8 and lowered == []
-  with monkeypatch.context() as patch:
-    patch.setattr(kernels, "SECONDS", 1)
-    patch.setattr(kernels.KernelFolder, "begin", lambda *_: threading.Event().wait())
-    kernels.KernelFolder(tmp_path / "none", CLANG).lower_in_parallel(jobs)
-  monkeypatch.setattr("os.fork", mock.Mock(side_effect=OSError))
-  kernels.KernelFolder(tmp_path / "none", CLANG).lower_in_parallel(jobs)
 
 
 def test_kernel_folder_on_full_disk_writes_nothing(lowered, monkeypatch, tmp_path):

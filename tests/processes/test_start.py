@@ -160,7 +160,6 @@ if sys.argv[2] == "do_to_program":
   lower = kernel_cache.do_to_program
   kernel_cache.do_to_program = Context(ALLOW_DEVICE_USAGE=0)(slow(lower))
 else: layer_calls.call_layer.fxn = slow(layer_calls.call_layer.fxn)
-kernel_cache.KernelFolder.lower_in_parallel = lambda *kernels: None
 capture_thread.CaptureThread(llm.capture())
 started.wait()
 """, tmp_path, function)

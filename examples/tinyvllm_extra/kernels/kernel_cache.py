@@ -1,6 +1,6 @@
 """A cache of lowered and compiled kernels on disk."""
-import concurrent.futures, contextlib, copy, ctypes, dataclasses, functools, hashlib, importlib.metadata, os
-import pathlib, pickle, signal, sys, zlib
+import concurrent.futures, contextlib, copy, dataclasses, functools, hashlib, importlib.metadata, os, pathlib, pickle
+import zlib
 from collections.abc import Callable
 
 from tinygrad import UOp, codegen, device as devices
@@ -10,13 +10,11 @@ from tinygrad.renderer import Renderer
 from tinygrad.uop.ops import Ops
 
 from tinyvllm import __version__
-from tinyvllm.backend import cpu_cores
 
 from .cpu import EXP2
 
 
 TINYGRAD = importlib.metadata.version("tinygrad")
-SECONDS = 60   # after which a process that lowers kernels ends
 PATCHES = pathlib.Path(__file__).with_name("tinygrad_patches.py")   # change the program of an unchanged kernel
 
 
@@ -33,34 +31,10 @@ class KernelFolder:
     calls = [realize._get_call_to_compile(call) for call in linear.src]   # kernel and renderer, or None
     kernels = {codegen.to_program_key(*kernel): kernel for kernel in calls if kernel}
     kernels = {key: kernel for key, kernel in kernels.items() if key not in codegen.to_program_cache}
-    self.lower_in_parallel([(ast, x) for ast, x in kernels.values() if not self.file(x, ast.key, ast.tag).exists()])
     pending = {key: self.begin(*kernel) for key, kernel in kernels.items()}
     codegen.to_program_cache |= {key: finish() for key, finish in pending.items()}
     return linear.replace(src=tuple(call.replace(src=(codegen.to_program(*kernel), *call.src[1:])) if kernel else call
                                     for call, kernel in zip(linear.src, calls, strict=True)))
-
-  def lower_in_parallel(self, kernels: list[tuple[UOp, Renderer]]) -> None:
-    """Write the kernels' files from copies of this process: threads would take turns, and delay running steps."""
-    parts: list[list[tuple[UOp, Renderer]]] = [[] for _ in range(min(len(kernels) // 4, cpu_cores(), 4))]
-    if not parts or sys.platform != "linux": return
-    def work(part: list[tuple[UOp, Renderer]]) -> int: return sum(len(ast.toposort()) for ast, _ in part)
-    for kernel in sorted(kernels, key=lambda kernel: work([kernel]), reverse=True): min(parts, key=work).append(kernel)
-    children: list[int] = []
-    with contextlib.suppress(OSError):   # no memory for a copy; this process lowers the rest
-      for part in parts: children.append(os.fork() or self.lower(part))
-    for child in children: os.waitpid(child, 0)
-    KernelFolder.compiled += len(kernels)
-
-  def lower(self, kernels: list[tuple[UOp, Renderer]]) -> int:
-    """Write the kernels' files, and end this process. A kernel that fails does so again in the parent process."""
-    try:
-      signal.signal(signal.SIGINT, signal.SIG_IGN)
-      signal.signal(signal.SIGALRM, signal.SIG_DFL)
-      signal.alarm(SECONDS)   # ends this process if a lock of another thread stops it; the parent lowers the rest
-      ctypes.CDLL(None).prctl(1, signal.SIGKILL)   # PR_SET_PDEATHSIG: end with the parent process
-      self.thread = concurrent.futures.ThreadPoolExecutor(1)   # threads end at a fork
-      for finish in [self.begin(*kernel) for kernel in kernels]: finish()
-    finally: os._exit(0)
 
   def begin(self, ast: UOp, renderer: Renderer) -> Callable[[], UOp]:
     """Read a kernel's program, or lower it and start the compiler. Return a function that waits for the program."""
