@@ -49,13 +49,12 @@ def capture(engine: Engine, sizes: list[int], variants: Collection[Variant]) -> 
   steps = [*itertools.product(keys, engine.runners)]
   # Steps of several devices wait for each other in launch order, which a second thread would change
   num_needed = len(engine.runners) if len(engine.runner.model.devices.names) == 1 else len(steps)
-  budget = engine.config.max_num_batched_tokens or 0   # the engine has set it
   try:
     for i, (key, runner) in enumerate(steps):
       yield f"preparing {i + 1} of {len(steps)}" if i < num_needed else ""
       with exclusive: runner.launch(build_step({}, runner, key))()
-      largest = max(graph.num_tokens for graph in [*engine.runner.graphs])
-      engine.scheduler.config = dataclasses.replace(engine.config, max_num_batched_tokens=min(budget, largest))
+      limit = min(engine.config.max_num_batched_tokens or 0, max(x.num_tokens for x in [*engine.runner.graphs]))
+      engine.scheduler.config = dataclasses.replace(engine.config, max_num_batched_tokens=limit)
       gc.freeze()   # else each collection would take longer, and delay steps
   finally:
     engine.scheduler.config = engine.config
@@ -65,8 +64,8 @@ def capture(engine: Engine, sizes: list[int], variants: Collection[Variant]) -> 
 
 
 class PacedScheduler(SnapshotScheduler):
-  """A Scheduler whose steps fill captured ones. While sequences decode, a step of more than PROMPT tokens takes about
-  max_pause seconds at most.
+  """A Scheduler whose steps fill captured ones. While sequences decode, a step has at most 8 PROMPT tokens (or two
+  per sequence), and one of more than PROMPT tokens takes about max_pause seconds at most.
 
   sizes: tokens of the captured steps, sorted; empty: no limits. seconds: time of the last step of each size."""
   config: LLMConfig
@@ -84,10 +83,11 @@ class PacedScheduler(SnapshotScheduler):
 
   def limit(self, budget: int) -> int:
     """Return the maximum number of tokens of the next step, up to `budget`."""
-    remaining = [seq.num_remaining for seq in self.running]
+    remaining = [seq.num_remaining for seq in self.running if not seq.reached_max_len]
     free_slots = self.config.max_num_seqs - len(self.running)
     total = sum(remaining) + sum(len(seq.tokens) for seq in itertools.islice(self.waiting, free_slots))
     num_decodes = remaining.count(1)
+    if num_decodes: budget = min(budget, max(8 * PROMPT, 2 * num_decodes))   # more tokens hardly gain
     sizes = [*[size for size in self.sizes if max(PROMPT, num_decodes + 1) <= size < budget], budget]
     fits = [size for size in sizes if size <= total]
     # A padded step takes as long as a full one, and that as long as about three full ones of a fourth of its size

@@ -30,8 +30,8 @@ def takes(options: Callable[P, Options]) -> Callable[[Callable[..., None]], Call
 class LLMConfig(EngineConfig):
   """The options of LLM: the core's and the extension's."""
   quantization: str | None = option(None, "int8, int4: quantize; others: verify (default: none)", choices=FORMATS)
-  activation_quantization: str = option("auto", "int8: multiply in int8 (CPU); none: float; auto: int8 for int weights",
-                                        choices=("auto", "int8", "none"))
+  activation_quantization: str = option("auto", "int8: multiply in int8 (CPU); fp8: in e4m3 (Hopper); none: float; "
+                                        "auto: int8 for int weights", choices=("auto", "int8", "fp8", "none"))
   kv_cache_dtype: str = option("auto", "KV cache dtype; auto: as dtype", choices=("auto", "fp8", "int8"))
   tensor_parallel_size: int = option(1, "Number of devices per layer", min=1, max=8)
   cudagraph_capture_sizes: list[int] | None = option(None, "Step sizes in tokens to capture at startup (default: none)")

@@ -38,6 +38,7 @@ def open_vllm(args: Any) -> Any:
 def open_tinyvllm(args: Any) -> Any:
   """Return tinyvllm's engine after its captures."""
   common.start(args)
+  if args.quantization == "fp8": args.activation_quantization = "fp8"
   llm = common.open_llm(args, **OPTIONS)
   list(llm.capture())
   return llm

@@ -63,7 +63,9 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
   parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "float16", "bfloat16"),
                       help="data type of weights and KV cache; auto: float32 on CPU, else float16")
   parser.add_argument("--quantization", choices=("int8", "int4", "fp8"), help="quantize the layers' matrices while "
-                      "loading; fp8: random weights as in an FP8 checkpoint")
+                      "loading; fp8: random weights as in an FP8 checkpoint with a scale per output")
+  parser.add_argument("--activation-quantization", choices=("auto", "fp8", "none"), default="auto",
+                      help="data type of activations, see LLM")
   parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto",
                       help="data type of the KV cache")
   parser.add_argument("--tensor-parallel-size", type=positive, default=1, help="number of devices")
@@ -110,6 +112,7 @@ def open_llm(args: argparse.Namespace, padded: bool = False, **options) -> LLM:
   if running := options.get("max_num_seqs"):
     options = {"max_num_batched_tokens": max(args.max_num_batched_tokens, running), **options}
   options = {"enable_prefix_caching": False, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype,
+             "activation_quantization": args.activation_quantization,
              "tensor_parallel_size": args.tensor_parallel_size, **options}
   if args.model and args.layers is None: return LLM(args.model, dtype=args.dtype, **options)
   config = hf_config(args)
@@ -126,7 +129,7 @@ class RandomCheckpoint(SafetensorsCheckpoint):
     def decode(ids: list[int]) -> str: return "".join(chr(97 + i % 26) for i in ids)
     return ChatTokenizer(lambda *_: [3], decode, lambda: {"a": 0}, lambda i: decode([i]), {}, set(), {}, None)
 
-  def load(self, model: Llama) -> None: fill_weights(model, self.quantization)
+  def load(self, model: Llama) -> None: fill_weights(model, self.quantization, self.activations)
 
 
 class OwnWeights(RandomCheckpoint):
@@ -136,16 +139,19 @@ class OwnWeights(RandomCheckpoint):
 
 def random_weights(checkpoint: type[SafetensorsCheckpoint] = RandomCheckpoint) -> ExitStack:
   """Return a context in which models and draft models load through `checkpoint`."""
+  def open_checkpoint(path: Path, quantization: str | None, activations: str) -> SafetensorsCheckpoint:
+    opened = checkpoint(path, quantization)
+    opened.activations = activations
+    return opened
   stack = ExitStack()
-  stack.enter_context(patch("tinyvllm_extra.formats.hub.open_checkpoint",
-                            lambda path, *options: checkpoint(path, options[0])))
+  stack.enter_context(patch("tinyvllm_extra.formats.hub.open_checkpoint", open_checkpoint))
   return stack
 
 
 _filled: dict[tuple, Tensor] = {}   # weights shared by consecutive engines
 
 
-def fill_weights(model: Llama, quantization: str | None) -> None:
+def fill_weights(model: Llama, quantization: str | None, activations: str) -> None:
   """Fill norm weights with 1, biases with 0, quantized matrices with random bits, and all other weights with uniform
   noise (standard deviation 0.02)."""
   matrices = [x for layer in model.layers for x in vars(layer).values() if isinstance(x, FastLinear) and quantization]
@@ -158,7 +164,8 @@ def fill_weights(model: Llama, quantization: str | None) -> None:
     unsigned = dtypes.uint32 if lanes or bits == 4 else dtypes.uint8
     kind = {(4, True): dtypes.int32, (1, False): dtypes.int8}.get((unsigned.itemsize, is_e4m3), unsigned)
     mask = 0xb7b7b7b7 if is_e4m3 else 2**32 - 1   # no NaN
-    scales = scales_shape(plain, math.prod(plain) // plain[0] // 16 // (128 if is_e4m3 else 32))
+    scales = scales_shape(plain, 1 if is_e4m3 else math.prod(plain) // plain[0] // 16 // 32)
+    matrix.has_e4m3_inputs = activations == "fp8"
     def random_bits(device: str, shape=shape, unsigned=unsigned, kind=kind, mask=mask) -> Tensor:
       levels = 2.0**(8 * unsigned.itemsize)
       noise = (_noise(math.prod(shape), 1, device) * levels).cast(unsigned) & mask % 2**(8 * unsigned.itemsize)

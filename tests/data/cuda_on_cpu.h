@@ -3,6 +3,9 @@
 
 #include <cmath>
 #include <cstring>
+#ifndef IS_E4M3
+#define IS_E4M3 0
+#endif
 #define __global__
 #define __device__
 #define __shared__
@@ -65,9 +68,22 @@ template <bool> struct Number { typedef _Float16 type; };
 template <> struct Number<true> { typedef __bf16 type; };
 typedef Number<TYPE[0] == 'b'>::type half;   // TYPE: "f16" or "bf16"
 inline float half_of(unsigned pair, int i) { return (float)__builtin_bit_cast(half, (unsigned short)(pair >> 16 * i)); }
+inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 inline float float_of(unsigned short x) { return (float)__builtin_bit_cast(_Float16, x); }
 inline unsigned pack(float low, float high) {
   return __builtin_bit_cast(unsigned short, (half)low) | (unsigned)__builtin_bit_cast(unsigned short, (half)high) << 16;
+}
+inline float e4m3_of(unsigned char x) { return 256 * float_of((x & 0x7f) << 7 | (x & 0x80) << 8); }
+inline unsigned pack_e4m3(float low, float high) {
+  const auto nearest = [](float x) {   // ties to even
+    int best = 0;
+    for (int q = 1; q < 127; q++) {
+      const float distance = fabsf(fabsf(x) - e4m3_of(q)), old = fabsf(fabsf(x) - e4m3_of(best));
+      if (distance < old || distance == old && q % 2 == 0) best = q;
+    }
+    return best | (x < 0) << 7;
+  };
+  return nearest(low) | nearest(high) << 8;
 }
 struct Fragments { unsigned a[4], b[2]; };
 inline void mma(float* d, const unsigned* a, unsigned b0, unsigned b1) {
@@ -137,11 +153,11 @@ template <int COUNT> void wgmma(float (&sums)[COUNT], const unsigned (&w)[4], un
   for (int i = 0; i < COUNT; i++) {
     const int row = i / 4 * 8 + current % 4 * 2 + i % 2;
     if (!adds) sums[i] = 0;
-    for (int k = 0; k < 16; k++) {
+    for (int k = 0; k < 32; k += IS_E4M3 ? 1 : 2) {   // bytes
       unsigned short x;
-      memcpy(&x, memory + start / 128 * 128 + row * 128 + (chunk + k / 8 ^ row % 8) * 16 + k % 8 * 2, 2);
-      const Weights& own = all.at[current % 32 / 4 * 4 + k % 8 / 2];
-      sums[i] += half_of(own.at[i % 4 / 2 + k / 8 * 2], k % 2) * half_of(x, 0);
+      memcpy(&x, memory + start / 128 * 128 + row * 128 + (chunk + k / 16 ^ row % 8) * 16 + k % 16, 2);
+      const unsigned w = all.at[current % 32 / 4 * 4 + k % 16 / 4].at[i % 4 / 2 + k / 16 * 2] >> k % 4 * 8;
+      sums[i] += IS_E4M3 ? e4m3_of(w) * e4m3_of(x) : half_of(w, 0) * half_of(x, 0);
     }
   }
 }

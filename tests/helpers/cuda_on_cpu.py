@@ -17,7 +17,7 @@ HEADER = pathlib.Path(__file__).parents[1] / "data" / "cuda_on_cpu.h"
 COMPILER = pathlib.Path(sys.executable).with_name("clang++")
 REPLACED = ["mma", "copy_async", "commit_copies", "wait_for_copies", "pack", "transposed", "scaled", "power_of_2",
             "address", "float_of"]
-HOPPER = ["init", "arrive", "wait", "wgmma", "copy", "publish", "is_published", "arrive_after_copies"]
+HOPPER = ["init", "arrive", "wait", "wgmma", "copy", "publish", "is_published", "arrive_after_copies", "pack_e4m3"]
 
 
 @functools.cache
@@ -37,8 +37,8 @@ def compiled(source: str) -> ctypes.CDLL:
          "  pointers = given; gridDim = groups; launch(call, threads); }")
   with tempfile.TemporaryDirectory() as folder:
     file = pathlib.Path(folder, "kernel.cpp")
-    number, = re.findall(r"^#define TYPE .*$", source, re.M)
-    file.write_text(f'{number}\n#include "{HEADER}"\n{source}\n{run}\n')
+    numbers = "\n".join(re.findall(r"^#define (?:TYPE|IS_E4M3) .*$", source, re.M))
+    file.write_text(f'{numbers}\n#include "{HEADER}"\n{source}\n{run}\n')
     library = file.with_suffix(".so")
     options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-nostdlib++"]
     subprocess.run([COMPILER, *options, file, "-o", library, "-lm"], check=True)

@@ -10,6 +10,7 @@ from tinyvllm_extra.kernels import cuda_source
 # (first position, number of tokens) of each sequence, tokens with padding, (K/V heads, query heads of each, head_dim)
 CHUNKS: dict[str, tuple[list[tuple[int, int]], int, tuple[int, int, int]]] = {
   "mixed step": ([(131, 100), (69, 1), (500, 27), (15, 1)], 192, (2, 2, 128)),
+  "decodes": ([(69, 1), (1, 1), (500, 1), (3, 70), (15, 1)], 128, (2, 2, 128)),
   "two tiles": ([(33, 190)], 256, (2, 2, 64)),
   "whole blocks": ([(0, 64), (0, 128)], 192, (1, 3, 64)), "long context": ([(1300, 66)], 128, (1, 1, 128)),
   "one more than a stage": ([(0, 129), (126, 3)], 192, (1, 2, 128)),
@@ -22,7 +23,7 @@ def hopper(monkeypatch):
   if Device.DEFAULT != "CUDA": monkeypatch.setattr(cuda_source, "has_wgmma", lambda: True)
 
 
-@pytest.mark.parametrize("case", mark_slow_except(["mixed step", "two tiles"], CHUNKS))
+@pytest.mark.parametrize("case", mark_slow_except(["mixed step", "decodes"], CHUNKS))
 @pytest.mark.parametrize("scale", [None, *mark_slow_except([], [0.4])])
 def test_attention_of_chunks_equals_numpy(case, scale):
   sequences, num_tokens, shape = CHUNKS[case]

@@ -90,7 +90,8 @@ def sources(monkeypatch): run_on_cpu(monkeypatch)
 
 @pytest.fixture
 def use_many_rows(sources, monkeypatch):
-  """Use tiles for many rows even for one work group."""
+  """Use linear.cu's tiles for many rows even for one work group."""
+  monkeypatch.setattr(products, "WGMMA", [])
   set_min_groups(monkeypatch, 1)
   flags = on_device(np.zeros(8, np.uint32))   # as on Hopper
   monkeypatch.setattr(FastLinear, "flags", flags)

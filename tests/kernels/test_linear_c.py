@@ -32,7 +32,7 @@ def make_layer(layer: FastLinear, kind: str, group: int) -> Quantized:
   scale, offset = rng.random((2, rows, K // group)).astype(np.float16 if group < K else np.float32)
   w = Quantized(q, scale, offset.astype(kind[-1]) if "+" in kind else None, np.arange(K))
   if layer.bias is not None: layer.bias = on_device(np.linspace(-9, 9, rows, dtype=np.float32))
-  layer.store([w], lambda arrays, dtype=None: on_device(*arrays), True)
+  layer.store([w], lambda arrays, dtype=None: on_device(*arrays), "auto")
   assert layer.has_8bit_inputs
   return w
 
@@ -121,7 +121,8 @@ def test_engine_outputs_do_not_depend_on_batch_or_chunks(tmp_path, quantization)
   assert [generate(whole, [x])[0] for x in prompts] == generate(chunked, prompts) == generate(whole, prompts)
 
 
-def test_int8_activations_are_refused_without_c(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("kind", "needs"), [("int8", "a CPU with clang"), ("fp8", "DEV=CUDA and Hopper")])
+def test_quantized_activations_are_refused_on_other_devices(tmp_path, monkeypatch, kind, needs):
   monkeypatch.setattr(hub, "speaks_c", lambda: False)
-  with pytest.raises(ValueError, match="activation_quantization='int8' needs a CPU with clang: use 'auto'"):
-    LLM(tiny_model(tmp_path), **ENGINE, activation_quantization="int8")
+  with pytest.raises(ValueError, match=f"activation_quantization='{kind}' needs {needs}: use 'auto'"):
+    LLM(tiny_model(tmp_path), **ENGINE, activation_quantization=kind)

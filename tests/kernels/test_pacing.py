@@ -9,7 +9,7 @@ from tinyvllm_extra.options import LLMConfig
 
 class Sequence:
   def __init__(self, num_remaining: int):
-    self.num_remaining, self.tokens = num_remaining, range(num_remaining)
+    self.num_remaining, self.tokens, self.reached_max_len = num_remaining, range(num_remaining), False
 
 
 def scheduler_of(running: list[int], waiting: list[int], **options) -> MeteredScheduler:
@@ -22,8 +22,8 @@ def scheduler_of(running: list[int], waiting: list[int], **options) -> MeteredSc
 
 
 @pytest.mark.parametrize(("running", "waiting", "limit"), [
-  ([1] * 64, [], 128), ([1] * 64, [20], 128), ([], [300], 128), ([], [400], 512), ([600], [], 512), ([1], [1534], 512),
-  ([1], [1600], 2048), ([], [500] * 9, 2048), ([1] * 150, [20], 512), ([1] * 200, [5000], 512)])
+  ([1] * 64, [], 128), ([1] * 64, [20], 128), ([], [300], 128), ([], [400], 512), ([600], [], 512), ([1], [900], 512),
+  ([1], [1600], 1024), ([], [500] * 9, 2048), ([1] * 150, [20], 512), ([1] * 200, [5000], 512)])
 def test_step_with_prompts_fills_a_captured_size_or_is_padded_to_less_than_four_times(running, waiting, limit):
   """Sequences that wait for a slot do not count, and all that decode fit in a step."""
   assert scheduler_of(running, waiting).limit(2048) == limit
@@ -31,12 +31,12 @@ def test_step_with_prompts_fills_a_captured_size_or_is_padded_to_less_than_four_
 
 def test_steps_are_smaller_while_sequences_decode_until_they_are_fast_enough():
   scheduler = scheduler_of([1], [5000], max_pause=0.1)
-  scheduler.seconds = {2048: 0.1005, 512: 0.11, 128: 5.0}
+  scheduler.seconds = {1024: 0.1005, 512: 0.11, 128: 5.0}
   assert scheduler.limit(2048) == 128, "the smallest size must remain"
   scheduler.seconds[512] = 0.09
   limits = [scheduler.limit(2048) for _ in range(8)]
-  assert limits[0] == 512 and limits[-1] == 2048, "a size must be tried again"
-  scheduler.seconds[2048] = 0.2
+  assert limits[0] == 512 and limits[-1] == 1024, "a size must be tried again"
+  scheduler.seconds[1024] = 0.2
   assert scheduler_of([], [5000]).limit(2048) == 2048 and scheduler.limit(2048) == 512
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from tinygrad.helpers import size_to_str
 
 from tinyvllm.config import InputError, JsonObject, check, logger, read_json
+from tinyvllm_extra.kernels.cuda_source import has_wgmma
 from tinyvllm_extra.kernels.matmul import speaks_c
 from tinyvllm_extra.options import LLMConfig, setup_logging
 from tinyvllm_extra.packages import optional
@@ -67,7 +68,10 @@ def open_checkpoint(path: pathlib.Path, quantization: str | None = None, activat
   is_gguf = path.suffix == ".gguf" and not path.is_dir()
   checkpoint = (GGUFCheckpoint if is_gguf else SafetensorsCheckpoint)(path, quantization)
   check(activations != "int8" or speaks_c(), "activation_quantization='int8' needs a CPU with clang: use 'auto'")
-  checkpoint.has_8bit_inputs = activations != "none"
+  check(activations != "fp8" or has_wgmma(), "activation_quantization='fp8' needs DEV=CUDA and Hopper: use 'auto'")
+  check(activations != "fp8" or checkpoint.method in ("fp8", "compressed-tensors"),
+        "activation_quantization='fp8' needs an fp8 checkpoint: use 'auto'")
+  checkpoint.activations = activations
   return checkpoint
 
 

@@ -166,6 +166,10 @@ class FastCheckpoint(StoredWeights, llama.Checkpoint, Generic[T]):
 
   def quantized(self, module: Linear, w: Matrix, in_layer: bool) -> Matrix:
     """Return a shard as requested by LLM's option, with scales that kernels read fast."""
+    if self.activations == "fp8" and isinstance(w, Quantized):
+      check(w.q.dtype == E4M3 and w.scale.shape[1] == 1 and w.q.shape[1] % 128 == 0, "activation_quantization='fp8' "
+            "needs fp8 weights with one scale per output and a multiple of 128 inputs, but "
+            f"{', '.join(module.sources)} has {w.scale.shape[1]} scales and {w.q.shape[1]} inputs: use 'auto'")
     if self.dtype == np.float16 and self.method in ("gguf", "compressed-tensors"): w = round_scales(w)
     bits = {"int8": 8, "int4": 4}.get(self.quantization or "")
     is_exact = isinstance(self.model, LlamaVariant) and self.model.is_exact(module)

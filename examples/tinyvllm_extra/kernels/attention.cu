@@ -30,7 +30,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 8 ? 0 : 1) NAME(AR
   const int first = tile / TILE, size = tile % TILE + 1, head = blockIdx.x / (IS_PREFILL ? G : 1);
   const bool is_shared = size <= 16 * M;   // the warps share the context
   const int begin = is_shared ? 0 : warp * 16 * M;
-  const int slot = tokens[SLOT * T + first], position = tokens[POSITION * T + first], last = position + size - 1;
+  const int* const slots = tokens + SLOT * T + first;
+  const bool is_alone = (!first || slots[-1] != *slots) && (first == T - 1 || slots[1] != *slots);
+  if (HAS_TILES && !IS_PREFILL && !is_alone) return;   // it is in a query tile
+  const int slot = *slots, position = tokens[POSITION * T + first], last = position + size - 1;
   const int start = WINDOW ? max(0, position - WINDOW + 1) / 16 : 0;   // first block
   auto token = [&](int r) { return IS_PREFILL ? begin + r : 0; };      // of the warp's row r
   auto element = [&](int t, int g) { return (((size_t)min(first + t, T - 1) * KV + head) * G + g) * D; };

@@ -34,13 +34,14 @@ def has_mma(dtype: DType) -> bool:
 def has_wgmma() -> bool: return Device.DEFAULT == "CUDA" and speaks_cuda() and renderer().target.arch == "sm_90"
 
 
-def wgmma(n: int) -> dict[str, object]:
-  """Return the macros with which hopper.cuh defines wgmma for n rows of x."""
+def wgmma(n: int, is_e4m3: bool = False) -> dict[str, object]:
+  """Return the macros with which hopper.cuh defines wgmma for n rows of x. is_e4m3: numbers of x and W."""
   sums, pointers = [", ".join(form.format(i) for i in range(n // 2)) for form in ("%{0}", '"+f"(sums[{0}])')]
   w = ", ".join(f"%{n // 2 + i}" for i in range(4))   # then the descriptor of x, and whether to add to the sums
+  kind = f'm64n{n}k32.f32.e4m3.e4m3"' if is_e4m3 else f'm64n{n}k16.f32." TYPE "." TYPE'
   return {"SUMS": pointers, "WGMMA":
-    f'"setp.ne.b32 p, %{n // 2 + 5}, 0; wgmma.mma_async.sync.aligned.m64n{n}k16.f32." TYPE "." TYPE " {{{sums}}},"'
-    f'" {{{w}}}, %{n // 2 + 4}, p, 1, 1, 0;"'}
+    f'"setp.ne.b32 p, %{n // 2 + 5}, 0; wgmma.mma_async.sync.aligned.{kind} " {{{sums}}},"'
+    f'" {{{w}}}, %{n // 2 + 4}, p, 1, 1{", 0" * (not is_e4m3)};"'}
 
 
 class Launch(NamedTuple):

@@ -34,6 +34,7 @@ class FastLinear(backend.Linear):
   order: Tensor | None = None   # (in,) int32: input of each column of W, if permuted (GPTQ)
   flags: Tensor | None = None   # see products.new_flags
   has_8bit_inputs = False   # products use linear.c
+  has_e4m3_inputs = False   # products of at least 64 rows are in e4m3, see wgmma.cu
   num_experts = 1   # matrices that are stacked in W
 
   def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType, axis: int = 0):
@@ -52,16 +53,17 @@ class FastLinear(backend.Linear):
     # A bias in float16 or bfloat16 is placed unchanged, but sources read float32
     if self.bias is not None:
       self.bias = weights.place(self, weights.vectors(self, "bias")).float().contiguous().realize()
-    self.store(weights.matrices(self), functools.partial(weights.place, self), weights.has_8bit_inputs)
+    self.store(weights.matrices(self), functools.partial(weights.place, self), weights.activations)
 
-  def store(self, shards: Sequence[Matrix], place: Callable[..., Tensor], has_8bit_inputs: bool = False) -> None:
-    """Store W. shards: one per device. place: StoredWeights.place of this module. has_8bit_inputs: quantize x to int8
-    if the device supports it for this W."""
+  def store(self, shards: Sequence[Matrix], place: Callable[..., Tensor], activations: str = "none") -> None:
+    """Store W. shards: one per device. place, activations: see StoredWeights; x is quantized to int8 if the device
+    supports it for this W."""
     if plain := [reorder(self.ordered(w), self.weight.max_shape) for w in shards if isinstance(w, np.ndarray)]:
       self.weight.replace(place(plain, self.weight.dtype))
     elif quantized := [w for w in shards if isinstance(w, Quantized)]:
-      self.has_8bit_inputs = has_8bit_inputs and supports_8bit(self.weight.max_shape, quantized[0])
+      self.has_8bit_inputs = activations in ("auto", "int8") and supports_8bit(self.weight.max_shape, quantized[0])
       self.store_quantized(quantized, place)
+      self.has_e4m3_inputs = activations == "fp8" and self.weight.ndim == 5
     self.flags = products.new_flags(self.weight.device)
 
   def store_quantized(self, quantized: list[Quantized], place: Callable[..., Tensor]) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING: from .matmul import FastLinear
 ACTIVATIONS = {"": "x", "silu": "x / (1 + __expf(-(x)))",   # by method of Tensor
                "gelu": "x / (1 + __expf(x * (-1.5957691f - 0.0713548f * x * x)))"}
 MAX_SPLITS = 8   # maximum split-K of linear.cu
+LARGE = 2**25    # numbers of a W for which wgmma.cu is the fastest from 64 rows on, with x in e4m3
 SHARED_BYTES = 230400   # shared memory of a Hopper multiprocessor, less the barriers
 COUNT = TOKENS.num_words + 1   # row of `tokens` that holds the number of tokens, see tensor_cores.add_query_tiles
 # The tokens of the step whose layers are traced, see tensor_cores.add_query_tiles. Products skip rows of padding, so
@@ -55,7 +56,7 @@ class Tiles(NamedTuple):
 # Measured on both cards (tests/benchmarks/LOG.md)
 TABLES = {key: [Tiles(*sizes) for sizes in table] for key, table in
           json.loads(pathlib.Path(__file__).with_name("tiles.json").read_text()).items()}
-WGMMA = [Tiles(1, 32, 8, 1, 0), Tiles(1, 16, 8, 1, 0)]
+WGMMA = [Tiles(1, 32, 8, 1, 0), Tiles(1, 16, 8, 1, 0), Tiles(1, 8, 8, 1, 0)]
 choices: dict[str, str] = {}   # by key of `candidates`: `str` of the tiles to use (formats/tuning.py)
 
 
@@ -72,8 +73,9 @@ def candidates(layer: "FastLinear", x: Tensor, row_groups: Tensor | None = None)
   (T, K), N, num_groups, limit = x.max_shape, layer.out_features // layer.num_experts, 1, 1
   if row_groups is not None: num_groups, T = row_groups.max_shape[0], max(1, row_groups.max_shape[1] - 1)
   else:
-    fitting = [x for x in WGMMA if T % x.rows == 0 == K % 64]
-    if fitting and layer.flags is not None and current_tokens(T) is not None: return "", fitting
+    least = 64 if layer.has_e4m3_inputs and N * K >= LARGE else 128   # rows for which wgmma.cu is the fastest
+    fitting = [x for x in WGMMA if x.rows >= least and T % x.rows == 0 == K % 64]
+    if fitting and layer.flags is not None: return "", fitting
     if layer.axis == 1 and layer.bias is None: limit = math.gcd(K // 32, MAX_SPLITS)
 
   def fits(x: Tiles, any_blocks: bool = False) -> bool:
@@ -94,7 +96,9 @@ def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles, activati
   along the first axis. Rows of the step's padding are undefined. row_groups: see matmul.linear_kernel."""
   tokens, scratch = current_tokens(x.max_shape[0]) if row_groups is None else None, {}
   if layer.flags is not None and not tiles.buffers:
-    x = cuda_source.run(functools.partial(launch_pack, tiles=tiles), out=new(x, *x.max_shape), x=x, tokens=tokens)[0]
+    T, K = x.max_shape
+    packed = new(x, T, K + 4, dtype=dtypes.uint8) if layer.has_e4m3_inputs else new(x, T, K)   # with a scale per row
+    x = cuda_source.run(functools.partial(launch_pack, tiles=tiles), out=packed, x=x, tokens=tokens)[0]
     num_sums = int(layer.flags.shape[0]) * 16 * tiles.rows   # 128 per row for each block
     scratch = {"partial": new(x, num_sums, dtype=dtypes.float32), "flags": layer.flags}
   launch = functools.partial(launch_linear, number_format=layer.number_format, activation=activation, tiles=tiles)
@@ -105,23 +109,32 @@ def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles, activati
 def sizes_of(operands: dict[str, UOp]) -> dict[str, int]:
   """Return sizes of a product for a source. row_groups: see matmul.linear_kernel; their groups have NUM_ROWS rows."""
   shapes = {name: x.max_shape for name, x in operands.items()}
-  (T, K), outputs, (num_groups, row_group) = shapes["x"], shapes["weight"][0] * 16, shapes.get("row_groups", (1, 0))
+  T, (tiles, steps, *_), (num_groups, row_group) = shapes["x"][0], shapes["weight"], shapes.get("row_groups", (1, 0))
+  K, outputs = steps * 32, tiles * 16
   rows, width = shapes["out"] if row_group else (T, outputs)
   return {"T": T, "K": K, "N": width, "EXPERTS": outputs // width, "ROWS_OUT": rows, "NUM_GROUPS": num_groups,
           "ROW_GROUP": row_group, "NUM_ROWS": max(1, row_group - 1) if row_group else T,
           "GROUPS": shapes.get("scale", (0, 1))[1]}
 
 
+def type_of(x: UOp) -> str: return f'"{cuda_source.TYPES.get(x.dtype, "f16")}"'   # in PTX, as a string in C
+
+
+def rows_of_step(operands: dict[str, UOp], rows: int) -> str:
+  """Return the number of rows that are not padding, for a source."""
+  return f"tokens[{COUNT * rows}]" if "tokens" in operands else str(rows)
+
+
 def launch_linear(operands: dict[str, UOp], number_format: NumberFormat, activation: str, tiles: Tiles) -> Launch:
   """Return the launch of linear.cu, or of wgmma.cu if the tiles have no buffers."""
-  bits, sizes = number_format.bits, sizes_of(operands)
+  bits, sizes, is_e4m3 = number_format.bits, sizes_of(operands), operands["x"].dtype == dtypes.uint8
   N, K, count = sizes["N"], sizes["K"], sizes["NUM_ROWS"]
   definitions: dict[str, object] = {
     **sizes, **{name.upper(): n for name, n in tiles._asdict().items()}, "ROWS": tiles.rows, "OUTPUTS": tiles.outputs,
     "BITS": bits, "ZERO_POINT": number_format.zero_point, "IS_FLOAT": int(number_format.is_float),
-    "TYPE": f'"{cuda_source.TYPES[operands["x"].dtype]}"', "IS_FLOAT32": int(operands["out"].dtype == dtypes.float32),
+    "TYPE": type_of(operands["out" if is_e4m3 else "x"]), "IS_FLOAT32": int(operands["out"].dtype == dtypes.float32),
     "ACTIVATION": int(bool(activation)), "ACTIVATED(x)": ACTIVATIONS[activation],
-    "ROWS_OF_STEP": f"tokens[{COUNT * count}]" if "tokens" in operands else count}
+    "ROWS_OF_STEP": rows_of_step(operands, count)}
   if tiles.buffers:
     row_tiles, sets = -(-count // tiles.rows), max(1, sizes["GROUPS"] * 32 // K)
     buffer = tiles.rows * 64 + tiles.outputs * 4 * (bits + (bits < 16) * sets)   # bytes
@@ -130,8 +143,8 @@ def launch_linear(operands: dict[str, UOp], number_format: NumberFormat, activat
     blocks = row_tiles * sizes["NUM_GROUPS"], N // tiles.outputs, tiles.splits
     threads = 32 * tiles.wide * tiles.high * tiles.deep
     return Launch(f"linear_{N}_{K}", "linear.cu", definitions, blocks, threads, tiles.deep * ring)
-  stage = tiles.rows * 128 + 1024 * bits
-  definitions |= {"STAGES": SHARED_BYTES // stage, **cuda_source.wgmma(tiles.rows)}
+  stage = tiles.rows * 128 + (1024 * bits << is_e4m3)
+  definitions |= {"STAGES": SHARED_BYTES // stage, "IS_E4M3": int(is_e4m3), **cuda_source.wgmma(tiles.rows, is_e4m3)}
   blocks, shared_bytes = (operands["flags"].max_shape[0] // 8, 1, 1), SHARED_BYTES // stage * stage + 2048
   return Launch(f"wgmma_{tiles.rows}_{N}_{K}", "wgmma.cu", definitions, blocks, 384, shared_bytes)
 
@@ -139,8 +152,9 @@ def launch_linear(operands: dict[str, UOp], number_format: NumberFormat, activat
 def launch_pack(operands: dict[str, UOp], tiles: Tiles) -> Launch:
   """Return the launch of pack.cu."""
   T, K = operands["x"].max_shape
-  definitions = {"K": K, "ROWS": tiles.rows, "ROWS_OF_STEP": f"tokens[{COUNT * T}]", "TYPE": '"f16"'}
-  return Launch(f"pack_{T}_{K}", "pack.cu", definitions, (T * K // 2048, 1, 1), 256, 0)
+  definitions = {"T": T, "K": K, "ROWS": tiles.rows, "ROWS_OF_STEP": rows_of_step(operands, T),
+                 "TYPE": type_of(operands["x"]), "IS_E4M3": int(operands["out"].dtype == dtypes.uint8)}
+  return Launch(f"pack_{T}_{K}", "pack.cu", definitions, (T, 1, 1), 256, 32)
 
 
 @functools.cache

@@ -55,18 +55,20 @@ def attend(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block
 
 def add_query_tiles(tokens: Tensor, block_tables: Tensor) -> Tensor:
   """Return tokens, (columns, T) int32, with two more columns. Row n of the first one describes query tile n, up to
-  tile_size consecutive tokens of a sequence: tile_size * first token + number of further tokens, or -1 for no tile.
-  Each row of the second one, products.COUNT, is the number of tokens without padding."""
-  size = tile_size(int(tokens.shape[1]))
+  tile_size consecutive tokens of a sequence: tile_size * first token + number of further tokens, or -1 for no tile. A
+  sequence's only token is in no tile if it is among the first ones, up to the number of slots, where the scheduler has
+  decodes: see read. Each row of the second column, products.COUNT, is the number of tokens without padding."""
+  size, slots = tile_size(int(tokens.shape[1])), int(block_tables.shape[0])
   slot = TOKENS.read(tokens)["slot"]                                    # (T,)
   t = Tensor.arange(slot.shape[0], dtype=dtypes.int32)
   is_earlier = t < t.unsqueeze(1)                                       # (T, T)
   is_same = slot == slot.unsqueeze(1)
   def count(x: Tensor) -> Tensor: return x.sum(1, dtype=dtypes.int32).contiguous()
-  exists = slot < int(block_tables.shape[0]) - 1                        # padding has the last slot
-  begins = ((count(is_same & is_earlier) % size == 0) & exists).contiguous()
+  exists = slot < slots - 1                                             # padding has the last slot
+  before, after = count(is_same & is_earlier), count(is_same & is_earlier.logical_not()) - 1
+  begins = ((before % size == 0) & exists & ((before + after > 0) | (t >= slots))).contiguous()
   number = count(is_earlier & begins)                                   # tiles that begin earlier
-  tile = t * size + (count(is_same & is_earlier.logical_not()) - 1).minimum(size - 1)
+  tile = t * size + after.minimum(size - 1)
   tiles = count(((number == t.unsqueeze(1)) & begins).where(tile + 1, 0)) - 1
   num_tokens = exists.sum(dtype=dtypes.int32).expand(1, t.shape[0])
   return tokens[:TOKENS.num_words].cat(tiles.unsqueeze(0), num_tokens).contiguous()
@@ -74,7 +76,8 @@ def add_query_tiles(tokens: Tensor, block_tables: Tensor) -> Tensor:
 
 def read(q: Tensor, cache: list[Tensor], tokens: Tensor, block_tables: Tensor,
          options: ScoreOptions, sinks: Sequence[Tensor]) -> Tensor:
-  """Attend to the cache. q: (T, KV, G, D). Return the same shape."""
+  """Attend to the cache. q: (T, KV, G, D). Return the same shape. A step with prompts has query tiles, and before them
+  work groups for the tokens without a tile."""
   T, KV = [int(n) for n in q.shape[:2]]
   # Split-KV: with few tokens and possibly long contexts, several work groups share a token and a K/V head
   context = min(block_tables.shape[1] * BS, options.window or 2**31)
@@ -82,27 +85,31 @@ def read(q: Tensor, cache: list[Tensor], tokens: Tensor, block_tables: Tensor,
   keys, values, *scales = cache
   inputs = {"q": q, "keys": keys, "values": values, "scales": scales[0] if scales else None, "table": block_tables,
             "tokens": tokens}
-  launch = functools.partial(launch_attention, options=options, splits=splits)
-  if splits == 1: return cuda_source.run(launch, out=q.empty_like(), **inputs, sinks=sinks[0] if sinks else None)[0]
+  launch, out = functools.partial(launch_attention, options=options, splits=splits), q.empty_like()
+  for is_prefill in (False, True)[:1 + (T > MAX_DECODE)] if splits == 1 else ():
+    own = functools.partial(launch, is_prefill=is_prefill)
+    out = cuda_source.run(own, out=out, **inputs, sinks=sinks[0] if sinks else None)[0]
+  if splits == 1: return out
   means, logs = [Tensor.empty(splits, *x, dtype=dtypes.float32, device=q.device) for x in (q.shape, q.shape[:3])]
   means, *_, logs = cuda_source.run(launch, out=means, **inputs, logs=logs)
   return q.empty_like().custom_kernel(means, logs, *sinks, fxn=combine_kernel)[0]
 
 
-def launch_attention(operands: dict[str, UOp], options: ScoreOptions, splits: int) -> Launch:
+def launch_attention(operands: dict[str, UOp], options: ScoreOptions, splits: int, is_prefill: bool = False) -> Launch:
   """Return the launch of attention.cu or, for chunks on Hopper, attention_hopper.cu. out: (T, KV, G, D), or with
   split-KV (splits, T, KV, G, D) in float32. logs: (splits, T, KV, G), log2 of the sum of the weights."""
   (T, KV, G, D), (slots, max_blocks) = operands["q"].max_shape, operands["table"].max_shape
-  is_prefill, is_bytes = T > MAX_DECODE, operands["keys"].dtype != dtypes.half
-  warps = min(16, max(2, DECODE_WARPS // (T * KV)), 1 << (SHARED_BYTES // (G * D * 4)).bit_length() - 1)
+  is_bytes, num_decodes = operands["keys"].dtype != dtypes.half, min(T, slots) if T > MAX_DECODE else T
+  warps = min(16, max(2, DECODE_WARPS // (num_decodes * KV)), 1 << (SHARED_BYTES // (G * D * 4)).bit_length() - 1)
   tile, warps, rows = (tile_size(T), 4, tile_size(T) // 4) if is_prefill else (1, warps, G)   # rows of a warp
   columns = [*TOKENS.formats]
   definitions: dict[str, object] = {
     "TYPE": f'"{cuda_source.TYPES[operands["q"].dtype]}"', "T": T, "KV": KV, "G": G, "D": D, "WARPS": warps,
     "M": max(1, rows // 16), "SPLITS": splits, "IS_PREFILL": int(is_prefill), "IS_BYTES": int(is_bytes), "TILE": tile,
-    "STAGE": STAGE, "NUM_WORDS": len(columns), "SLOT": columns.index("slot"), "POSITION": columns.index("position"),
+    "HAS_TILES": int(T > MAX_DECODE), "STAGE": STAGE, "NUM_WORDS": len(columns),
+    "SLOT": columns.index("slot"), "POSITION": columns.index("position"),
     "MAX_BLOCKS": max_blocks, "WINDOW": options.window, "CAP": f"{options.cap:f}f", "UNIT": f"{options.factor(D):.9f}f"}
-  groups = (KV * G, min(T, T // tile + slots - 1), 1) if is_prefill else (KV, T, splits)
+  groups = (KV * G, min(T, T // tile + slots - 1), 1) if is_prefill else (KV, num_decodes, splits)
   is_plain = D in (64, 128) and not (is_bytes or options.window or options.cap or "sinks" in operands)
   if is_prefill and is_plain and cuda_source.has_wgmma():
     return Launch(f"attend_{T}", "attention_hopper.cu", definitions | cuda_source.wgmma(D), groups, 384, HOPPER_BYTES)

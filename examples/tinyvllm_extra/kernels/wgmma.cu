@@ -1,19 +1,27 @@
 // out = x @ W.T + bias on Hopper, for many rows of x, with warpgroup products (PTX ISA, wgmma).
 //
 // A block per multiprocessor has eight warps that multiply, each 16 outputs by the rows of a tile, and one that copies.
-// A stage holds 64 inputs: x, then W of 128 outputs. Its barrier "full" counts bytes, its barrier "empty" counts warps.
-// W goes to the tensor cores from registers: a lane loads (and dequantizes) its weights of the next stage during the
-// products of this one. They read x from shared memory.
+// A stage holds 64 inputs, or 128 of e4m3: x, then W of 128 outputs. Its barrier "full" counts bytes, its barrier
+// "empty" counts warps. W goes to the tensor cores from registers: a lane loads (and dequantizes) its weights of the
+// next stage during the products of this one. They read x from shared memory.
 //
-// x is packed as (tiles, K / 64, ROWS, 128 bytes). A row's chunk of 16 bytes, q = 4 a + 2 i + h, has its inputs
-// 32 a + 8 c + 4 i + 2 h + p for c in 0..3 and p in 0..1, as a lane has them of W, and is stored at q ^ (row % 8): the
-// 128-byte swizzle, with which the tensor cores read shared memory without bank conflicts.
+// x is packed by pack.cu as (tiles, K / INPUTS, ROWS, 128 bytes). A row's chunk of 16 bytes, q = 4 a + 2 i + h, has its
+// inputs 32 a + 8 c + 4 i + 2 h + p for c in 0..3 and p in 0..1, as a lane has them of W, and is stored at
+// q ^ (row % 8): the 128-byte swizzle, with which the tensor cores read shared memory without bank conflicts. If x is
+// e4m3, q = 2 a + h has inputs 32 a + 8 c + 4 h + p for p in 0..3, W is multiplied as stored, and sums are scaled.
+#define INPUTS (64 << IS_E4M3)   // of a row of 128 bytes
 #define X_BYTES (ROWS * 128)
-#define STAGE (X_BYTES + 16 * W_BYTES)
+#define STAGE (X_BYTES + INPUTS / 4 * W_BYTES)
 
 DEVICE void copy(u32 to, const void* from, int bytes, u32 bar) {
   PTX("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
       :: "r"(to), "l"(from), "r"(bytes), "r"(bar));
+}
+// Loads the lane's weights of 32 inputs: 4 of output r, 4 of r + 8 (their bytes alternate), then the next 4 of both
+DEVICE void load_e4m3(u32 (&w)[4], const char* from) {
+  const uint4 q = ((const uint4*)from)[threadIdx.x % 32];
+  UNROLL for (int j = 0; j < 4; j++)
+    w[j] = __byte_perm(j < 2 ? q.x : q.z, j < 2 ? q.y : q.w, j % 2 ? 0x7531 : 0x6420);
 }
 DEVICE void publish(u32* p) { PTX("st.release.gpu.global.u32 [%0], 1;" :: "l"(p)); }
 DEVICE u32 is_published(u32* p) { u32 x; PTX("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p)); return x; }
@@ -26,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) NAME(ARGUMENTS) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = ROWS_OF_STEP;
   // Rounds of a tile per block and, at first, an incomplete one in which several blocks share a tile along K (split-K)
   const int row_tiles = (rows + ROWS - 1) / ROWS, tiles = (N + 127) / 128 * row_tiles, rounds = tiles / gridDim.x;
-  const int sharers = min(K / 64, gridDim.x / max(1, tiles % gridDim.x));
+  const int sharers = min(K / INPUTS, gridDim.x / max(1, tiles % gridDim.x));
   if (threadIdx.x < STAGES * 2) init(bars + threadIdx.x * 8, threadIdx.x % 2 ? 8 : 1);
   PTX("fence.mbarrier_init.release.cluster;" ::);
   __syncthreads();
@@ -34,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) NAME(ARGUMENTS) {
   auto begin = [&](int round) {
     const int parts = round == rounds ? sharers : 1, part = blockIdx.x % parts;
     tile = round * gridDim.x + blockIdx.x / parts;
-    k0 = part * (K / 64) / parts; k1 = (part + 1) * (K / 64) / parts;
+    k0 = part * (K / INPUTS) / parts; k1 = (part + 1) * (K / INPUTS) / parts;
     return tile < tiles;
   };
   auto next_stage = [&] { if (++s == STAGES) { s = 0; phase ^= 1; } };
@@ -48,9 +56,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) NAME(ARGUMENTS) {
         wait(full + 8, phase ^ 1);
         if (lane == 0) arrive(full, STAGE);
         __syncwarp();
-        if (lane == 31) copy(to, x + (size_t)(tile % row_tiles * (K / 64) + k) * X_BYTES, X_BYTES, full);
-        const char* w = weight + ((size_t)n16 * (K / 64) + k) * W_BYTES * 2;
-        if (lane < 8) copy(to + X_BYTES + lane * W_BYTES * 2, w, W_BYTES * 2, full);
+        if (lane == 31) copy(to, x + (size_t)(tile % row_tiles * (K / INPUTS) + k) * X_BYTES, X_BYTES, full);
+        const int bytes = INPUTS / 32 * W_BYTES;
+        const char* w = weight + ((size_t)n16 * (K / INPUTS) + k) * bytes;
+        if (lane < 8) copy(to + X_BYTES + lane * bytes, w, bytes, full);
       }
     return;
   }
@@ -60,11 +69,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) NAME(ARGUMENTS) {
     if (!begin(round)) continue;
     const int row_tile = tile % row_tiles, n16 = min(tile / row_tiles * 8 + warp, N / 16);   // N / 16: no outputs
     auto load = [&](u32 (&w)[4][4], int k) {   // the lane's weights of stage s
-      UNROLL for (int i = 0; i < 2; i++) {
+      const char* from = stages + s * STAGE + X_BYTES + warp * (INPUTS / 32) * W_BYTES;
+      UNROLL for (int i = 0; i < 4 && IS_E4M3; i++) load_e4m3(w[i], from + i * W_BYTES);
+      UNROLL for (int i = 0; i < 2 && !IS_E4M3; i++) {
         const int group = (k * 2 + i) * GROUPS / (K / 32) + lane % 4 * SETS / 4;
         const int at = (min(n16, N / 16 - 1) * GROUPS + group) * 8 + lane / 4;
         const u32 scales = HAS_SCALE ? __ldg(scale + at) : 0, offsets = HAS_OFFSET ? __ldg(offset + at) : 0;
-        load_weights(w + i * 2, stages + s * STAGE + X_BYTES + (warp * 2 + i) * W_BYTES, scales, offsets);
+        load_weights(w + i * 2, from + i * W_BYTES, scales, offsets);
       }
     };
     auto step = [&](u32 (&w)[4][4], u32 (&next)[4][4], int k) {
@@ -87,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) NAME(ARGUMENTS) {
     }
 
     float* own = partial + blockIdx.x * (ROWS * 128) + threadIdx.x;
-    if (k1 < K / 64) {   // give the sums to the block that has the end of K
+    if (k1 < K / INPUTS) {   // give the sums to the block that has the end of K
       UNROLL for (int i = 0; i < ROWS / 2; i++) __stcg(own + i * 256, sums[i]);
       __threadfence();
       __syncwarp();
@@ -102,6 +113,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) NAME(ARGUMENTS) {
       UNROLL for (int i = 0; i < ROWS / 2; i++) sums[i] += __ldcg(own + i * 256);
       __syncwarp();
       if (lane == 0) *flag = 0;   // for the next launch
+    }
+    UNROLL for (int i = 0; i < ROWS / 2 && IS_E4M3 && n16 < N / 16; i++) {
+      const int row = row_tile * ROWS + i / 4 * 8 + lane % 4 * 2 + i % 2;
+      sums[i] *= ((const float*)(x + (size_t)T * K))[row] * float_of(scale[n16 * 8 + lane / 4] >> i / 2 % 2 * 16);
     }
     UNROLL for (int j = 0; j < ROWS / 8; j++)
       if (n16 < N / 16) store(out, sums + j * 4, bias, n16, [&](int r) { return row_tile * ROWS + j * 8 + r; }, rows);

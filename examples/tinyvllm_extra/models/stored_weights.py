@@ -15,8 +15,9 @@ class StoredWeights:
   """The methods of a checkpoint that a module's `load` calls. Each list has one array, or Quantized, per device.
 
   vectors: a norm's weight or a bias, (out,). matrices: W, (out, in). place: copy the arrays to their devices, in
-  `dtype`, or in their own dtype if it is None. has_8bit_inputs: whether to quantize inputs of a quantized W, too."""
-  has_8bit_inputs = False
+  `dtype`, or in their own dtype if it is None. activations: LLMConfig's activation_quantization;
+  "fp8" only for matrices in e4m3 with one scale per output and a multiple of 128 inputs."""
+  activations = "none"
   def vectors(self, module: Module, suffix: str) -> list[np.ndarray]: raise NotImplementedError
   def matrices(self, module: Linear) -> Sequence[Matrix]: raise NotImplementedError
   def place(self, module: Module, arrays: Sequence[np.ndarray], dtype: DType | None = None) -> Tensor:
