@@ -87,8 +87,8 @@ def read(q: Tensor, cache: list[Tensor], tokens: Tensor, block_tables: Tensor,
             "tokens": tokens}
   launch, out = functools.partial(launch_attention, options=options, splits=splits), q.empty_like()
   for is_prefill in (False, True)[:1 + (T > MAX_DECODE)] if splits == 1 else ():
-    own = functools.partial(launch, is_prefill=is_prefill)
-    out = cuda_source.run(own, out=out, **inputs, sinks=sinks[0] if sinks else None)[0]
+    out = cuda_source.run(functools.partial(launch, is_prefill=is_prefill), out=out, **inputs,
+                          sinks=sinks[0] if sinks else None)[0]
   if splits == 1: return out
   means, logs = [Tensor.empty(splits, *x, dtype=dtypes.float32, device=q.device) for x in (q.shape, q.shape[:3])]
   means, *_, logs = cuda_source.run(launch, out=means, **inputs, logs=logs)
@@ -110,8 +110,8 @@ def launch_attention(operands: dict[str, UOp], options: ScoreOptions, splits: in
     "SLOT": columns.index("slot"), "POSITION": columns.index("position"),
     "MAX_BLOCKS": max_blocks, "WINDOW": options.window, "CAP": f"{options.cap:f}f", "UNIT": f"{options.factor(D):.9f}f"}
   groups = (KV * G, min(T, T // tile + slots - 1), 1) if is_prefill else (KV, num_decodes, splits)
-  is_plain = D in (64, 128) and not (is_bytes or options.window or options.cap or "sinks" in operands)
-  if is_prefill and is_plain and cuda_source.has_wgmma():
+  if (is_prefill and D in (64, 128) and cuda_source.has_wgmma()
+      and not (is_bytes or options.window or options.cap or "sinks" in operands)):
     return Launch(f"attend_{T}", "attention_hopper.cu", definitions | cuda_source.wgmma(D), groups, 384, HOPPER_BYTES)
   buffers = 2 * STAGE * 2 * BS * D * operands["keys"].dtype.itemsize // (4 if is_bytes else 1)
   shared_bytes = max(warps * rows * (D + 1) * 4, buffers if is_prefill else 0)
