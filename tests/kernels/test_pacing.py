@@ -29,6 +29,12 @@ def test_step_with_prompts_fills_a_captured_size_or_is_padded_to_less_than_four_
   assert scheduler_of(running, waiting).limit(2048) == limit
 
 
+def test_sequences_that_will_end_do_not_limit_a_step():
+  scheduler = scheduler_of([1], [5000])
+  scheduler.running[0].reached_max_len = True   # its last token is in flight
+  assert scheduler.limit(2048) == 2048
+
+
 def test_steps_are_smaller_while_sequences_decode_until_they_are_fast_enough():
   scheduler = scheduler_of([1], [5000], max_pause=0.1)
   scheduler.seconds = {1024: 0.1005, 512: 0.11, 128: 5.0}
