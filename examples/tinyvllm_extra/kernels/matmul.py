@@ -1,5 +1,5 @@
-"""Linear layers, with CUDA sources for tensor cores, a C source for CPUs, and linear_kernel for all other devices and
-for few rows on a CPU; RMS norm. A kernel in UOps defines its loops, the work of each thread and its stores."""
+"""Linear layers, with CUDA sources for tensor cores, a C source for CPUs, and linear_kernel for other devices and
+shapes; RMS norm. A kernel in UOps defines its loops, the work of each thread and its stores."""
 import functools
 from collections.abc import Callable, Sequence
 from math import gcd
@@ -23,8 +23,7 @@ from . import cuda_source, products
 from .buffers import new
 from .cpu import cpu_sums
 from .cuda_source import Launch
-from .schedule import (add_up, axes, axis, call, divisor, end, fold, kernel_of, lane_axis,
-                       shared_by, unrolled)
+from .schedule import add_up, axes, axis, call, divisor, end, fold, kernel_of, lane_axis, shared_by, unrolled
 from .shards import local_ids, partial_sums
 
 
@@ -33,7 +32,7 @@ class FastLinear(backend.Linear):
   number_format = UNQUANTIZED
   order: Tensor | None = None   # (in,) int32: input of each column of W, if permuted (GPTQ)
   flags: Tensor | None = None   # see products.new_flags
-  has_8bit_inputs = False   # products use linear.c
+  has_8bit_inputs = False   # linear.c quantizes x to int8
   has_e4m3_inputs = False   # products of at least 64 rows are in e4m3, see wgmma.cu
   num_experts = 1   # matrices that are stacked in W
 

@@ -55,7 +55,7 @@ class StateRows:
     for cache, shape in zip(runner.kv_caches, shapes, strict=True):
       cache += [Tensor.empty(num_rows, *shape, dtype=dtypes.float32).contiguous().realize()] if shape else []
     self.states = [cache[0] for cache, shape in zip(runner.kv_caches, shapes, strict=True) if shape]
-    self.num_pairs = max(1, min(16, COPIED // max(map(math.prod, filter(None, shapes)))))   # of a copy
+    self.num_pairs = max(1, min(16, COPIED // max(map(math.prod, filter(None, shapes)))))   # per copy
     self.pairs = zeros(self.num_pairs, 2)   # from, to
     self.graph = runner.model.devices.jit(self.run)
     self.graph.cnt = 1   # capture at the first call
@@ -161,7 +161,7 @@ def delta_kernel(out: UOp, state: UOp, x: UOp, gates: UOp, tokens: UOp, K: int) 
   j = UOp.range(K, 7, AxisType.LOOP)
   def q(i: UOp, first: int = 0) -> UOp: return x[loop.now, first + h * (size // 2 // K) // heads * K + i].load().float()
   def k(i: UOp) -> UOp: return q(i, size // 2)
-  def cell(i: UOp) -> UOp:   # of S
+  def cell(i: UOp) -> UOp:   # row i of S, in the lane's column
     at = (loop.tile * K + i) * loop.width + loop.lane + state.max_shape[1] - heads * K * V
     return state.base.after(loop.loop).index((row_start(state, tokens, loop.now) + at).valid(loop.starts))
   def decayed(i: UOp) -> UOp:
