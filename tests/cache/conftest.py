@@ -1,26 +1,20 @@
-"""An engine, and a file with its prefix cache."""
+"""A file with an engine's prefix cache."""
 import shutil
 from pathlib import Path
 
 import pytest
-from helpers.engines import BS, ENGINE, prompt
+from helpers.engines import BS, prompt
 from helpers.prefix_cache import contents, restart, run
 
-from tinyvllm import LLM
-
 
 @pytest.fixture(scope="module")
-def engine(folder): return LLM(folder, **ENGINE)
-
-
-@pytest.fixture(scope="module")
-def saved(engine, tmp_path_factory):
+def saved(llm, tmp_path_factory):
   """A file with the blocks of three prompts, and the cached blocks of the engine that wrote it."""
-  restart(engine)
-  run(engine, *[prompt(5 * BS + i, "saved", i) for i in range(3)])
+  restart(llm)
+  run(llm, *[prompt(5 * BS + i, "saved", i) for i in range(3)])
   path = tmp_path_factory.mktemp("saved") / "cache"
-  assert engine.save_prefix_cache(path) == len(engine.blocks.cached_blocks)
-  return path, contents(engine)
+  assert llm.save_prefix_cache(path) == len(llm.blocks.cached_blocks)
+  return path, contents(llm)
 
 
 @pytest.fixture

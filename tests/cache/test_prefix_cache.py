@@ -23,25 +23,25 @@ from tinyvllm_extra.cache import prefix_cache
 
 # Cache hits after a restart
 
-def test_load_in_new_engine_gives_equal_outputs_and_hits(engine, folder, tmp_path, caplog):
+def test_load_in_new_engine_gives_equal_outputs_and_hits(llm, folder, tmp_path, caplog):
   first = [prompt(7 * BS + 1, "a", i) for i in range(3)]
-  answers, _ = run(restart(engine), *first, first[1])   # the second is the most recently used
+  answers, _ = run(restart(llm), *first, first[1])   # the second is the most recently used
   again = [*first, first[0] + answers[0] + prompt(3, "b"), first[1][:3 * BS] + prompt(9, "c"), prompt(20, "d")]
   (tmp_path / "link").symlink_to(tmp_path / "cache")
   with caplog.at_level("INFO", "tinyvllm"):
-    count, new = engine.save_prefix_cache(tmp_path / "link"), LLM(folder, **ENGINE)
-    assert new.load_prefix_cache(str(tmp_path / "link")) == count == len(engine.blocks.cached_blocks)
+    count, new = llm.save_prefix_cache(tmp_path / "link"), LLM(folder, **ENGINE)
+    assert new.load_prefix_cache(str(tmp_path / "link")) == count == len(llm.blocks.cached_blocks)
   assert sum(f"prefix cache: {count} blocks" in line for line in caplog.messages) == 2
   assert (tmp_path / "link").is_symlink(), "the file that it names is replaced"
-  assert contents(new) == contents(engine) and lru_order(new) == lru_order(engine) == [*new.blocks.cached_blocks]
+  assert contents(new) == contents(llm) and lru_order(new) == lru_order(llm) == [*new.blocks.cached_blocks]
   check_invariants(new)
   ids, num_cached = run(new, *again)
-  assert (ids, num_cached) == run(engine, *again) and ids == [reference_greedy(folder, ids, 6) for ids in again]
+  assert (ids, num_cached) == run(llm, *again) and ids == [reference_greedy(folder, ids, 6) for ids in again]
   assert num_cached[:3] == [7 * BS] * 3 and num_cached[3] >= 7 * BS and num_cached[4:] == [3 * BS, 0]
-  assert new.get_metrics()["prefix_cache_hits"] == sum(num_cached) and lru_order(new) == lru_order(engine)
+  assert new.get_metrics()["prefix_cache_hits"] == sum(num_cached) and lru_order(new) == lru_order(llm)
 
 
-def test_saved_file_is_valid_safetensors(saved, engine):
+def test_saved_file_is_valid_safetensors(saved, llm):
   path, expected = saved
   with safe_open(path, "numpy") as file:
     shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}   # noqa: SIM118   # not a dict
@@ -55,34 +55,34 @@ def test_saved_file_is_valid_safetensors(saved, engine):
 
 
 @pytest.mark.parametrize("overlaps", ["", "overlapped"])
-def test_save_and_load_do_not_change_running_requests(engine, folder, file, tmp_path, overlaps, monkeypatch):
+def test_save_and_load_do_not_change_running_requests(llm, folder, file, tmp_path, overlaps, monkeypatch):
   """Also with a step in flight. A save writes the blocks of running requests first."""
-  set_overlap(monkeypatch, engine.runner, overlaps)
+  set_overlap(monkeypatch, llm.runner, overlaps)
   prompts, cached = [prompt(3 * BS + 2, "runs", i) for i in range(3)], prompt(5 * BS, "saved", 0)
-  run(restart(engine), prompt(4 * BS, "before"))
-  for i, ids in enumerate(prompts): engine.add_request(str(i), tokens(ids), greedy(12))
-  for _ in range(4): engine.step()
-  table_blocks = {block for seq in engine.scheduler.running for block in seq.block_table}
-  running_keys = {key for key, block in engine.blocks.cached_blocks.items() if block in table_blocks}
-  assert engine.save_prefix_cache(tmp_path / "own") == len(engine.blocks.cached_blocks) and len(running_keys) >= 9
+  run(restart(llm), prompt(4 * BS, "before"))
+  for i, ids in enumerate(prompts): llm.add_request(str(i), tokens(ids), greedy(12))
+  for _ in range(4): llm.step()
+  table_blocks = {block for seq in llm.scheduler.running for block in seq.block_table}
+  running_keys = {key for key, block in llm.blocks.cached_blocks.items() if block in table_blocks}
+  assert llm.save_prefix_cache(tmp_path / "own") == len(llm.blocks.cached_blocks) and len(running_keys) >= 9
   with safe_open(tmp_path / "own", "numpy") as own: keys = [key.tobytes() for key in own.get_tensor("keys")]
-  assert {*keys[:len(running_keys)]} == running_keys and {*keys} == {*engine.blocks.cached_blocks}
-  assert engine.load_prefix_cache(tmp_path / "own") == 0, "all blocks are cached"
-  engine.abort_request("2")   # the step in flight may still write to its blocks
-  assert engine.load_prefix_cache(file) > 0
-  check_invariants(engine)
-  engine.add_request("3", tokens(cached), greedy(4))
-  last = run_to_end(engine, 100)
+  assert {*keys[:len(running_keys)]} == running_keys and {*keys} == {*llm.blocks.cached_blocks}
+  assert llm.load_prefix_cache(tmp_path / "own") == 0, "all blocks are cached"
+  llm.abort_request("2")   # the step in flight may still write to its blocks
+  assert llm.load_prefix_cache(file) > 0
+  check_invariants(llm)
+  llm.add_request("3", tokens(cached), greedy(4))
+  last = run_to_end(llm, 100)
   assert [ids_of(last[str(i)]) for i in range(2)] == [reference_greedy(folder, ids, 12) for ids in prompts[:2]]
   assert last["3"].num_cached_tokens == 4 * BS and ids_of(last["3"]) == reference_greedy(folder, cached, 4)
 
 
-def test_load_fills_free_blocks_with_most_recent_blocks(small_llm, engine, folder, tmp_path):
+def test_load_fills_free_blocks_with_most_recent_blocks(small_llm, llm, folder, tmp_path):
   """A pool of 12 blocks: a running request uses some, and others are cached."""
   texts, path = [prompt(5 * BS, "small", i) for i in range(4)], tmp_path / "cache"
-  run(restart(engine), *texts, n=1)
-  keys = [*reversed(lru_order(engine))]
-  assert engine.save_prefix_cache(path) == len(keys) == 20
+  run(restart(llm), *texts, n=1)
+  keys = [*reversed(lru_order(llm))]
+  assert llm.save_prefix_cache(path) == len(keys) == 20
   small = restart(small_llm)
   run(small, texts[0], n=1)   # cached before the load
   own_blocks = [*small.blocks.evictable]
@@ -100,17 +100,17 @@ def test_load_fills_free_blocks_with_most_recent_blocks(small_llm, engine, folde
   assert answers == [reference_greedy(folder, texts[i], 1) for i in (3, 2, 0)] and num_cached == [4 * BS, 4 * BS, 0]
 
 
-def test_load_and_save_in_several_batches_are_complete(engine, file, saved, monkeypatch):
+def test_load_and_save_in_several_batches_are_complete(llm, file, saved, monkeypatch):
   """Batches have three blocks. Some blocks are cached before the load."""
   _, expected = saved
   monkeypatch.setattr(prefix_cache, "MAX_BYTES", 3 * len(next(iter(expected.values()))) + 5)
-  run(restart(engine), prompt(5 * BS + 1, "saved", 1))
-  missing = {*expected} - {*engine.blocks.cached_blocks}
-  assert 3 < len(missing) < len(expected) and engine.load_prefix_cache(file) == len(missing)
-  assert prefix_cache.Blocks(engine).count == 3 and contents(engine) == expected
+  run(restart(llm), prompt(5 * BS + 1, "saved", 1))
+  missing = {*expected} - {*llm.blocks.cached_blocks}
+  assert 3 < len(missing) < len(expected) and llm.load_prefix_cache(file) == len(missing)
+  assert prefix_cache.Blocks(llm).count == 3 and contents(llm) == expected
   before = file.read_bytes()
-  restart(engine).load_prefix_cache(file)
-  assert engine.save_prefix_cache(file) == len(expected) and file.read_bytes() == before
+  restart(llm).load_prefix_cache(file)
+  assert llm.save_prefix_cache(file) == len(expected) and file.read_bytes() == before
 
 
 def test_blocks_of_any_dtypes_and_shapes_are_read_and_written():
@@ -133,22 +133,22 @@ def test_blocks_of_any_dtypes_and_shapes_are_read_and_written():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_chats_with_random_restarts_equal_reference(engine, folder, tmp_path, seed):
+def test_chats_with_random_restarts_equal_reference(llm, folder, tmp_path, seed):
   rng = random.Random(seed)
-  restart(engine)
+  restart(llm)
   chats = [prompt(rng.randrange(1, 20), "chat", seed, i) for i in range(3)]
   for turn in range(8):
     i = rng.randrange(3)
     chats[i] += prompt(rng.randrange(1, 6), "turn", seed, turn)
-    (answer,), (num_cached,) = run(engine, chats[i], n=4)
+    (answer,), (num_cached,) = run(llm, chats[i], n=4)
     assert answer == reference_greedy(folder, chats[i], 4)
     if num_cached: chats[i] += answer
     if rng.random() < 0.5:
-      count = engine.save_prefix_cache(tmp_path / "cache")
-      before = lru_order(engine), contents(engine)
-      assert restart(engine).load_prefix_cache(tmp_path / "cache") == count
-      assert (lru_order(engine), contents(engine)) == before
-    check_invariants(engine)
+      count = llm.save_prefix_cache(tmp_path / "cache")
+      before = lru_order(llm), contents(llm)
+      assert restart(llm).load_prefix_cache(tmp_path / "cache") == count
+      assert (lru_order(llm), contents(llm)) == before
+    check_invariants(llm)
 
 
 def test_draft_model_blocks_are_saved(folder, tmp_path, monkeypatch):

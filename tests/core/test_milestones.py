@@ -4,16 +4,11 @@ import json
 import milestones
 import pytest
 from helpers.commands import run_process
-from helpers.models import tiny_model
 from helpers.servers import Server
 
 from tinyvllm import LLM, Parts, SamplingParams
 
 pytestmark = pytest.mark.real
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory): return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def test_1_hello_prompt_generates_hello_world(): milestones.hello()

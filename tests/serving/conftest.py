@@ -16,12 +16,6 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def long_folder(tmp_path_factory):
-  """Like `folder`, with a context length of 32768: requests can run for a minute."""
-  return tiny_model(tmp_path_factory.mktemp("long"), words=True, max_position_embeddings=32768, chat_template=CHAT)
-
-
-@pytest.fixture(scope="module")
 def llm(folder):
   """The reference: the server's model in this process."""
   return LLM(folder, **SMALL)
@@ -32,12 +26,12 @@ def server(folder): yield from checked(LocalServer(folder, *flags(**SMALL)))
 
 
 @pytest.fixture(scope="module")
-def limited(long_folder):
+def limited(chat_folder):
   """A server with an API key, a model name, two allowed origins and small limits: 1 running and 2 waiting requests."""
   options = flags(dtype="float32", max_num_seqs=1, max_num_batched_tokens=4, scheduling_policy="priority", max_queue=2,
                   api_key="secret", max_body_size=4096, served_model_name="mine")
   origins = ["--allowed-origins", "http://b.example", '["http://page.example"]']
-  yield from checked(LocalServer(long_folder, *options, *origins))
+  yield from checked(LocalServer(chat_folder, *options, *origins))
 
 
 @pytest.fixture

@@ -42,10 +42,10 @@ def works(server):
 
 
 @pytest.fixture(scope="module")
-def faulty(long_folder):
+def faulty(chat_folder):
   """A server with a 1.5 s request timeout whose steps fail for requests with max_tokens 13 (after 3 tokens) or 14."""
   options = flags(dtype="float32", max_num_seqs=1, max_num_batched_tokens=4, request_timeout=1.5)
-  with LocalServer(long_folder, *options, before=break_server) as server:
+  with LocalServer(chat_folder, *options, before=break_server) as server:
     wait_until(lambda: works(server), "warm-up")
     yield server
 
