@@ -68,7 +68,7 @@ def test_opencl_on_cpu_loses_to_cpu_backend_with_one_log_line(
   monkeypatch.setattr(helpers.DEV, "_value", [helpers.Target.parse(dev)])
   monkeypatch.setenv("DEV", "CL")   # as tinygrad does when it chooses
   monkeypatch.setenv("CC", os.environ.get("CC", ""))
-  monkeypatch.setattr(kernels.tinygrad_patches, "apply", lambda compiler: None)
+  monkeypatch.setattr(kernels.tinygrad_patches, "apply", lambda device: None)
   if not has_compiler: monkeypatch.setattr(kernels, "find_compiler", lambda: None)
   with caplog.at_level("INFO", "tinyvllm"):
     for _ in range(2): kernels.prepare_device()   # for two engines

@@ -39,13 +39,13 @@ def prepare_device() -> str:
   dev, cc = repr(helpers.DEV), find_compiler()
   try:
     tinygrad_patches.check_cache()
-    compiler = os.environ["CC"] = cc or "echo"   # tinygrad needs a command even if it compiles nothing
+    os.environ["CC"] = cc or "echo"   # tinygrad needs a command even if it compiles nothing
     reason = prefer_cpu_backend() if cc else ""
     if cc is None: helpers.DEV.value = f"{repr(helpers.DEV) or Device.DEFAULT};CPU:X86"   # GPUs open a CPU, too
     if Device.DEFAULT == "CPU" and (cc is None or helpers.DEV.renderer == "X86"):
       raise RuntimeError("no C compiler found, and tinygrad's own assembler cannot compile all kernels")
     renderer()   # opens the device
-    tinygrad_patches.apply(compiler)
+    tinygrad_patches.apply(Device.DEFAULT)
     return reason
   except Exception as e:   # devices raise different types
     raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}): {advice(dev, cc)}") from e

@@ -15,7 +15,6 @@ from tinygrad.uop.ops import Ops
 AVX512 = os.path.exists("/proc/cpuinfo") and "avx512f" in pathlib.Path("/proc/cpuinfo").read_text()
 MAX_ARGUMENTS = 24   # passed to every kernel, which ignores the surplus
 CHUNK = 2**25    # bytes requested from the system at once
-allocating = threading.Lock()
 CAPTURES = "tinyvllm-capture"   # name of the thread that captures steps in advance
 
 # 2**x: Cephes' polynomial for x minus the nearest integer, accurate to one unit in the last place. Results below
@@ -59,7 +58,6 @@ def step_program() -> tuple[CPUProgram, int | None]:
   cpu = cast(CPUDevice, Device["CPU"])
   code = cpu.renderer.compiler.compile(RUN_STEP)
   program = CPUProgram(cpu, device.TinyELF(code, "run_step", cpu.renderer.target, ()))
-  program.fxn.argtypes = [ctypes.c_uint64] * 6
   return program, ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
 
 
@@ -80,10 +78,10 @@ class CPUGraph(jit.GraphRunner):
   def table(self) -> np.ndarray:
     """Return the calls, (kernels, cores, 1 + MAX_ARGUMENTS): a kernel's address (0: no call) and its arguments."""
     kernels = cast(list[CPUProgram], self.runtimes)
-    sizes = [program.arg.global_size[0] for _, program, *_ in self.calls]
-    table = np.zeros((len(sizes), max(sizes), 1 + MAX_ARGUMENTS), np.uint64)
-    for core_calls, size, (_, program, buffers, _), kernel in zip(table, sizes, self.calls, kernels, strict=True):
-      for core in range(size):
+    cores = max(program.arg.global_size[0] for _, program, *_ in self.calls)
+    table = np.zeros((len(kernels), cores, 1 + MAX_ARGUMENTS), np.uint64)
+    for core_calls, (_, program, buffers, _), kernel in zip(table, self.calls, kernels, strict=True):
+      for core in range(program.arg.global_size[0]):
         call = [kernel.addr, *(buffers[i]._buf.va_addr for i in program.arg.globals), core]
         core_calls[core, :len(call)] = call
     return table
@@ -93,7 +91,7 @@ class CPUGraph(jit.GraphRunner):
     count, cores, _ = self.table.shape
     done = np.zeros((cores, 8), np.uint64)   # kernels that each core has finished, a cache line per core
     def run(core: int) -> None:   # keeps `done` alive while a core runs
-      program.fxn(self.table.ctypes.data, done.ctypes.data, count, cores, usleep, core)
+      program(vals=(self.table.ctypes.data, done.ctypes.data, count, cores, usleep, core))
     others: list[concurrent.futures.Future] = []
     with self.running:
       try:
@@ -116,15 +114,15 @@ def run_captured(self: jit.CapturedJit, *inputs: object, run: Callable = jit.Cap
 
 def allocate(self: CPUAllocator, size: int, options: device.BufferSpec,
              plain: Callable[..., HCQBuffer] = CPUAllocator._alloc) -> HCQBuffer:
-  """Allocate a CPU buffer in a chunk of huge pages, next to the previous buffer. Replaces CPUAllocator._alloc."""
+  """Allocate a CPU buffer in a chunk of huge pages, next to the previous buffer. Replaces CPUAllocator._alloc. Calls
+  hold the lock of lock_allocators."""
   if options.external_ptr is not None: return plain(self, size, options)
-  with allocating:
-    chunk = vars(self).get("chunk")
-    if chunk is None or size > len(chunk) - chunk.tell():
-      chunk = vars(self)["chunk"] = mmap.mmap(-1, max(size, CHUNK), mmap.MAP_ANON | mmap.MAP_PRIVATE)
-      if hasattr(mmap, "MADV_HUGEPAGE"): chunk.madvise(mmap.MADV_HUGEPAGE)   # Linux
-    start = chunk.tell()
-    chunk.seek(min(len(chunk), start + helpers.round_up(size, 128)))
+  chunk = vars(self).get("chunk")
+  if chunk is None or size > len(chunk) - chunk.tell():
+    chunk = vars(self)["chunk"] = mmap.mmap(-1, max(size, CHUNK), mmap.MAP_ANON | mmap.MAP_PRIVATE)
+    if hasattr(mmap, "MADV_HUGEPAGE"): chunk.madvise(mmap.MADV_HUGEPAGE)   # Linux
+  start = chunk.tell()
+  chunk.seek(min(len(chunk), start + helpers.round_up(size, 128)))
   buffer = plain(self, size, dataclasses.replace(options, external_ptr=helpers.mv_address(chunk) + start))
   buffer.meta = chunk   # keeps the chunk alive
   return buffer

@@ -57,17 +57,16 @@ class CUDABackend(FastBackend):
     memory = [*device.pending_copyin, (host, buffer.nbytes, PINNED)]   # its use ends with this copy
     device.pending_copyin = []
 
-    def free() -> None:
+    def finish() -> list:
       check(cuda.cuCtxSetCurrent(device.context))
       check(cuda.cuEventSynchronize(event))
+      values = np.frombuffer(ctypes.string_at(host, buffer.nbytes), _to_np_dtype(tensor.dtype))
       check(cuda.cuEventDestroy_v2(event))
       for part in memory: device.allocator.free(*part)
-
-    def read() -> list:
-      check(cuda.cuEventSynchronize(event))
-      values = np.frombuffer(ctypes.string_at(host, buffer.nbytes), _to_np_dtype(tensor.dtype))
-      release()
       return values.reshape(tensor.shape).tolist()
-    release = weakref.finalize(read, free)   # also if a failed step drops the function without a call
-    release.atexit = False   # the driver may be gone by then
+
+    def read() -> Any:
+      return finalizer()
+    finalizer = weakref.finalize(read, finish)   # also if a failed step drops the function without a call
+    finalizer.atexit = False   # the driver may be gone by then
     return read

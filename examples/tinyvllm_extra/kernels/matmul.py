@@ -231,8 +231,6 @@ def routed_rows(out: UOp, x: UOp, row_groups: UOp | None) -> tuple[UOp, UOp, UOp
 
 
 class FastNorm(backend.Norm):
-  axis = None   # every device has the whole weight
-
   def load(self, checkpoint: Checkpoint) -> None:
     weights = stored_weights(checkpoint)
     self.weight.replace(weights.place(self, weights.vectors(self, "weight"), self.weight.dtype))

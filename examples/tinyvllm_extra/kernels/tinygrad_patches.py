@@ -21,13 +21,15 @@ from .kernel_cache import TINYGRAD, KernelFolder
 VERSION = "0.14.0"   # the patches were checked with it; for the next version, see examples/docs/tinygrad.md
 
 
-def apply(compiler: str) -> None:
-  """Apply the default device's patches. A repeated call changes nothing. compiler: the C compiler of a CPU."""
+@functools.cache
+def apply(device: str) -> None:
+  """Apply the patches for the default device, `device`. A repeated call changes nothing."""
+  compiler = os.environ["CC"]
   check_version()
   if cpu_cores():
     # Run captured steps with CPUGraph. tinygrad needs 50 us per kernel, and does not run its threads in parallel.
     # Checked with 0.14.0. Remove when tinygrad runs a CPU's graph on several threads
-    Device.default.graph = Device.default.graph or CPUGraph
+    Device.default.graph = CPUGraph
     # Allocate CPU buffers in huge pages. tinygrad uses pages of 4 KiB, which halves the memory bandwidth. Checked with
     # 0.14.0. Remove when CPUAllocator requests huge pages
     replace(CPUAllocator, "_alloc", allocate)
@@ -36,7 +38,7 @@ def apply(compiler: str) -> None:
     replace(CapturedJit, "__call__", run_captured)
     compute_exp2_without_branches()
     use_widest_vectors()
-  if Device.DEFAULT == "CUDA":
+  if device == "CUDA":
     order_kernels_by_ranges()
     use_dynamic_shared_memory()
     compiler = compile_machine_code() or compiler
@@ -49,12 +51,10 @@ def replace(owner: type, name: str, function: Callable) -> None:
   setattr(owner, name, function)
 
 
-@functools.cache
 def check_version() -> None:
   if TINYGRAD != VERSION: logger.warning(f"tinygrad {TINYGRAD} is installed; tinyvllm needs tinygrad=={VERSION}")
 
 
-@functools.cache
 def compute_exp2_without_branches() -> None:
   """Render exp2 as a call of cpu.EXP2. tinygrad's expansion has branches, which compilers do not vectorize.
   Checked with 0.14.0. Remove when softmax is equally fast without this patch."""
@@ -64,7 +64,6 @@ def compute_exp2_without_branches() -> None:
   replace(ClangRenderer, "_render_defines", with_exp2)
 
 
-@functools.cache
 def use_widest_vectors() -> None:
   """Make clang use the widest vectors. It prefers 256 bits on AVX-512, and tinygrad's float4 loads limit it to 128.
   Checked with 0.14.0. Remove when kernels.py (tests/benchmarks) shows the same speed without this."""
@@ -73,7 +72,6 @@ def use_widest_vectors() -> None:
   helpers.getenv.cache_clear()   # type: ignore[attr-defined]
 
 
-@functools.cache
 def lock_allocators() -> None:
   """Lock the cache of freed buffers: engines on several threads copy to and from a device at the same time, and
   tinygrad takes a buffer in two operations. Checked with 0.14.0. Remove when LRUAllocator is thread-safe."""
@@ -97,7 +95,6 @@ def order_kernels_by_ranges() -> None:
   Device.default.graph = RangedGraph
 
 
-@functools.cache
 def use_dynamic_shared_memory() -> None:
   """Load kernels whose name ends in smemN with N bytes of dynamic shared memory. tinygrad's have none, and 48 KiB at
   most. Checked with 0.14.0. Remove when a PROGRAM says how many bytes it needs."""
@@ -136,7 +133,6 @@ def check_cache() -> None:
     logger.warning(f"cannot write the kernel cache {folder}: {e.strerror}; each start compiles all kernels")
 
 
-@functools.cache
 def keep_kernels_on_disk(compiler: str) -> None:
   """Replace lower_and_compile with a KernelFolder. tinygrad lowers all kernels again at each start.
   Checked with 0.14.0. Remove when tinygrad caches lowered kernels. compiler: its file's size and modification time
