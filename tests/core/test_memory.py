@@ -33,13 +33,6 @@ def tight_sampler(folder):
   return LLM(folder, num_gpu_blocks_override=13, **{**NARROW, "max_num_seqs": 2, "max_num_batched_tokens": 2})
 
 
-def cached_tokens(engine, *names):
-  """Step until each request has a token (on a GPU one step later). Return num_cached_tokens by request."""
-  cached = {}
-  while not {*names} <= {*cached}: cached |= {o.request_id: o.num_cached_tokens for o in engine.step()}
-  return cached
-
-
 # prefix cache
 
 @pytest.mark.parametrize("length", [1, *EDGES, 10 * BS, 10 * BS + 1])
@@ -81,53 +74,6 @@ def test_second_turn_hits_the_first_turns_answer(llm, folder, length, answer):
     # the last token's K and V are not computed
     text = [*first, *ids_of(output)]
     least, first = full_blocks(len(text) - 1), [*text, *prompt(3, turn)]
-
-
-@pytest.mark.parametrize("length", [BS + 3, 2 * BS])
-def test_equal_prefixes_in_one_step_do_not_share_unwritten_blocks(llm, folder, length):
-  """Both fit in a step of 16 tokens; later prompts hit the blocks that they wrote."""
-  common, tail = prompt(BS, 400 + length), length - BS
-  jobs = {name: [*common, *prompt(tail, 410 + i)] for i, name in enumerate("abc")}
-  jobs["same as a"] = jobs["a"]
-  with assert_all_blocks_freed(llm):
-    for name in "ab": llm.add_request(name, tokens(jobs[name]), greedy(9))
-    assert cached_tokens(llm, "a", "b") == {"a": 0, "b": 0}
-    for name in ("c", "same as a"): llm.add_request(name, tokens(jobs[name]), greedy(9))
-    last, _ = run_watched(llm)
-  assert {name: ids_of(o) for name, o in last.items()} == {n: reference_greedy(folder, jobs[n], 9) for n in jobs}
-  assert [last[n].num_cached_tokens for n in jobs] == [0, 0, BS, full_blocks(length - 1)]
-
-
-def test_shared_blocks_survive_abort_of_first_owner(llm, folder):
-  job = prompt(2 * BS + 1, 430)
-  def used_and_shared(): return [llm.get_metrics()[name] for name in ("blocks_used", "blocks_shared")]
-  with assert_all_blocks_freed(llm):
-    llm.add_request("a", tokens(job), greedy(20))
-    llm.step()
-    assert used_and_shared() == [3, 0]
-    llm.add_request("b", tokens(job), greedy(20))
-    assert cached_tokens(llm, "a", "b") == {"a": 0, "b": 2 * BS}
-    assert used_and_shared() == [4, 2], "each block counts once, and two are shared"
-    llm.abort_request("a")
-    assert used_and_shared() == [3, 0]
-    last, _ = run_watched(llm)
-    assert ids_of(last["b"]) == reference_greedy(folder, job, 20)
-
-
-def test_prefix_tree_in_a_small_pool_equals_reference(small_llm, folder):
-  """About 120 branches of 4 blocks in a pool of 12: parents and children are evicted and hit in random order."""
-  rng, hits = random.Random(0), small_llm.get_metrics()["prefix_cache_hits"]
-  nodes = [[prompt(BS, 700 + 10 * level + i) for i in range(3)] for level in range(4)]
-  with assert_all_blocks_freed(small_llm):
-    for round in range(40):
-      branches = [[rng.choice(level) for level in nodes[:rng.randrange(1, 5)]] for _ in range(rng.randrange(1, 5))]
-      jobs = [[*sum(branch, []), *prompt(rng.randrange(BS), rng.randrange(3))] for branch in branches]
-      for i, job in enumerate(jobs): small_llm.add_request(f"{round}-{i}", tokens(job), greedy(4))
-      last, _ = run_watched(small_llm)
-      for i, job in enumerate(jobs):
-        assert ids_of(last[f"{round}-{i}"]) == reference_greedy(folder, job, 4)
-        assert last[f"{round}-{i}"].num_cached_tokens in range(0, len(job), BS)
-  assert small_llm.get_metrics()["prefix_cache_hits"] > hits, "the cache must have hits"
 
 
 # preemption

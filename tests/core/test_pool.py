@@ -92,10 +92,3 @@ def test_single_request_filling_the_pool_ends_with_length(small_llm, folder, mon
   assert ids_of(output) == reference_greedy(folder, prompt(length), 12 * BS - length), "the whole pool must be used"
   assert small_llm.get_metrics()["num_preemptions"] == before
   check_invariants(small_llm)
-
-
-def test_pool_of_one_block_generates_what_fits(folder):
-  engine = LLM(folder, num_gpu_blocks_override=2, **ENGINE)
-  outputs = engine.generate([tokens(prompt(1 + i, i)) for i in range(3)], greedy(60))
-  assert [ids_of(x) for x in outputs] == [reference_greedy(folder, prompt(1 + i, i), BS - 1 - i) for i in range(3)]
-  assert {x.outputs[0].finish_reason for x in outputs} == {"length"}

@@ -238,20 +238,6 @@ def test_sequence_ends_at_the_length_that_fills_the_pool(block_size, overlaps):
   assert [len(seq.tokens) for seq in engine.seqs] == [12] * 5
 
 
-def test_tokens_in_flight_at_abort_or_failure_are_not_cached():
-  for failure in (None, "launch", "record"):
-    engine = FakeEngine(blocks=20, budget=16, caching=True, overlaps=True)
-    first, other = engine.add(prompt=9, n=9), engine.add(prompt=1, n=30, family=1)
-    engine.step()   # in flight
-    engine.abort(first)
-    engine.step(failure)
-    again = engine.add(prompt=9, n=9)
-    engine.step()
-    assert again.num_cached == 0 and len(engine.blocks.cached_blocks) == 0
-    engine.check_end()
-    assert other.finish_reason == "length"
-
-
 def test_allocate_reuses_uncached_blocks_then_least_recently_used():
   engine = FakeEngine(blocks=12, seqs=2, budget=48, caching=True)
   for family, prompt in ((0, 8), (1, 8), (2, 12)):
@@ -283,15 +269,6 @@ def test_waiting_prompt_hashes_each_block_once(monkeypatch):
     num_steps += 1
   engine.check_end()
   assert num_steps > 10 and sha256.call_count <= sum(len(seq.tokens) // 4 for seq in engine.seqs)
-
-
-def test_waiting_request_is_not_overtaken_by_a_smaller_one():
-  engine = FakeEngine(blocks=10, seqs=4, budget=40)
-  engine.add(prompt=20, n=8)
-  engine.step()
-  big, small = engine.add(prompt=30), engine.add(prompt=1)
-  assert big not in (batch := engine.step()) and small not in batch
-  assert engine.scheduler.waiting == [big, small]
 
 
 def test_preemption_is_logged_at_powers_of_two(caplog):
