@@ -104,8 +104,8 @@ class FastLinear(backend.Linear):
     return call(run, out=out, **tensors)[0]
 
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
-    out = new(ids, ids.shape[0], self.weight.numel() // self.out_features, dtype=dtype)
-    return out.custom_kernel(local_ids(ids, self.out_features), self.weight, fxn=rows_kernel)[0]
+    plain = self.weight.permute(helpers.argsort(STORED[self.weight.ndim])).reshape(self.out_features, -1)
+    return plain[local_ids(ids, self.out_features)].cast(dtype).contiguous()
 
 
 class FastGateUp(backend.GateUp, FastLinear):
@@ -178,17 +178,6 @@ def launch_c(operands: dict[str, UOp], layer: FastLinear, rows: int, activation:
     "ROWS_OUT": num_rows, "BLOCK_ROWS": rows, "BLOCKS": blocks, "ROW_GROUP": row_group, "ROW_PARTS": row_parts,
     "OUTPUT_PARTS": cores // row_parts, "IS_GATED": int(bool(activation)), "half": "_Float16",
     "ACTIVATED(x)": products.ACTIVATIONS[activation], "__expf(x)": "tv_exp2((x) * 1.44269504f)"}, (cores, 1, 1))
-
-
-def rows_kernel(out: UOp, ids: UOp, weight: UOp) -> UOp:
-  """Read rows of W, or zeros for ids out of range. out: (T, K). ids: (T,). weight: W, (N, K), in a stored shape."""
-  t, k = axes(0, *out.shape)
-  plain = weight.permute(helpers.argsort(STORED[weight.ndim])).reshape(-1, out.shape[1])
-  row = ids[t].load()
-  last = plain.shape[0] - 1
-  value = plain[row.maximum(0).minimum(last).cast(dtypes.weakint), k].cast(out.dtype)
-  # Not row.valid(...), because tinygrad 0.14 drops that condition if T == 1
-  return kernel_of("rows", out[t, k].store(((row >= 0) & (row <= last)).where(value, value.const_like(0))))
 
 
 def store(out: UOp, value: UOp, row: UOp, column: UOp) -> UOp:

@@ -30,10 +30,10 @@ def stack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def local_ids(ids: Tensor, num_rows: int) -> Tensor:
-  """Return the index of each id's row in each device's embeddings, num_rows for ids of other devices. ids: (T,)."""
-  if not isinstance(ids.device, tuple): return ids
-  own = ids - Tensor(UOp.range(len(ids.device), -1, AxisType.DEVICE)).cast(ids.dtype) * num_rows
-  return (own < 0).where(num_rows, own).contiguous()
+  """Return the index of each id's row in each device's embeddings, num_rows or more for no row. ids: (T,)."""
+  if isinstance(ids.device, tuple):
+    ids -= Tensor(UOp.range(len(ids.device), -1, AxisType.DEVICE)).cast(ids.dtype) * num_rows
+  return (ids < 0).where(num_rows, ids)
 
 
 def partial_sums(x: Tensor) -> list[Tensor]:
