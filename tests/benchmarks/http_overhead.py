@@ -7,11 +7,16 @@ the server works. Prompts are random ids, and each answer has --output-len token
 (a) one request at a time: time to the first event with text, minus the engine's;
 (b) --streams requests at once: output tokens/s over HTTP divided by those of LLM.generate.
 
-`tinyvllm bench serve` measures a running server. Its client runs here in threads; the server is another process. On few
-cores they compete, so the client's CPU usage is printed."""
+`tinyvllm bench serve` measures a running server. The client runs here; the server is another process. On few cores they
+compete, so the client's CPU usage is printed. The client is one thread that counts events. With --threads it is the one
+of `bench serve`: a thread per request, which reads all JSON."""
 import argparse
+import json
 import os
+import re
+import selectors
 import signal
+import socket
 import statistics
 import sys
 import time
@@ -25,7 +30,7 @@ import common
 
 from tinyvllm import LLM
 from tinyvllm_extra import cli
-from tinyvllm_extra.cli.bench import Answer, run, send
+from tinyvllm_extra.cli.bench import SAMPLING, Answer, random_ids, run, send
 from tinyvllm_extra.serving.client import Remote
 from tinyvllm_extra.cli.flags import BenchConfig
 
@@ -55,11 +60,38 @@ def serve(args: argparse.Namespace) -> int:
 def seconds(answers: list[Answer]) -> float: return max(x.times[-1] for x in answers) - min(x.times[0] for x in answers)
 
 
+def send_all(port: int, count: int, num_input: int, num_output: int) -> list[Answer]:
+  """Send requests at once, and read the answers in one thread. Times: of the events with text."""
+  answers, selector = list[tuple[list[float], bytearray]](), selectors.DefaultSelector()
+  for ids in random_ids(count, num_input):
+    answers.append(([time.monotonic()], bytearray()))
+    body = json.dumps({**SAMPLING, "prompt": ids, "max_tokens": num_output, "stream": True,
+                       "stream_options": {"include_usage": True}})
+    connection = socket.create_connection(("127.0.0.1", port))
+    connection.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                       f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
+    selector.register(connection, selectors.EVENT_READ, answers[-1])
+  while selector.get_map():
+    for key, _ in selector.select():
+      data = key.fileobj.recv(2**16)
+      times, received = key.data
+      received += data
+      times += [time.monotonic()] * data.count(b'"text":')
+      assert data, f"an answer was cut: {received}"
+      if not data.endswith(b"\r\n0\r\n\r\n") and data != b"0\r\n\r\n": continue
+      selector.unregister(key.fileobj)
+      key.fileobj.close()
+  return [Answer(times, int(re.search(rb'"completion_tokens":(\d+)', received)[1])) for times, received in answers]
+
+
 def compare(args: argparse.Namespace, remote: Remote, llm: LLM) -> None:
   n, tokens, rows, events = args.streams, args.output_len, list[list[float]](), list[int]()
   load = BenchConfig(random_input_len=args.input_len, random_output_len=tokens)
   pool = ThreadPoolExecutor(n)
-  def http(count: int) -> list[Answer]: return [*pool.map(lambda _: send(remote, load), range(count))]
+  port = int(remote.url.rpartition(":")[2])
+  def http(count: int) -> list[Answer]:
+    if args.threads: return [*pool.map(lambda _: send(remote, load), range(count))]
+    return send_all(port, count, args.input_len, tokens)
   def engine(count: int) -> list[Answer]: return run(llm, count, args.input_len, tokens)
   for _ in llm.capture(): pass
   for count in (1, n): http(count)
@@ -95,6 +127,7 @@ def main() -> int:
   parser.add_argument("--rounds", type=common.positive, default=7, help="rounds")
   parser.add_argument("--requests", type=common.positive, default=10, help="requests of (a) per round")
   parser.add_argument("--stream-interval", type=int, default=1, help="tokens per event of the server")
+  parser.add_argument("--threads", action="store_true", help="use the client of `bench serve`")
   parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)   # set in the server's process
   parser.add_argument("--port", help=argparse.SUPPRESS)
   args = parser.parse_args()

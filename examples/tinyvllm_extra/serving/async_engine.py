@@ -94,16 +94,14 @@ class Driver:
     """Run a step. Deliver first and last outputs at once, others at `delivery_time`: one output for several steps."""
     try: changed = [request for request in self.llm.advance() if request in self.readers]
     except BaseException as error: return self.fail(error)
-    urgent = []
-    for request in changed:
-      num_delivered = sum(stream.delivered.num_tokens - stream.seq.num_prompt for stream in request.streams)
-      is_due = not num_delivered or request.metrics.num_generated >= num_delivered + self.interval
-      if is_due or request.finished: self.due[request] = None
-      if not num_delivered or request.finished: urgent.append(request)
+    self.due |= dict.fromkeys(changed)
+    urgent = [request for request in changed if request.request_id not in self.llm.requests   # it has finished
+              or request.streams[0].delivered.num_tokens == request.streams[0].seq.num_prompt]
     now = time.monotonic()
     if now < self.delivery_time: return self.deliver(urgent)
     if self.due: self.delivery_time = now + self.write_seconds * min(32, len(self.readers))
-    self.deliver([*self.due])
+    self.deliver([request for request in self.due if request in urgent or self.interval <= sum(
+      len(stream.seq.tokens) - stream.delivered.num_tokens for stream in request.streams)])
 
   def new_output(self, request: Request) -> Delta:
     """Return a request's new output. If it cannot be built, end the request and return the error."""

@@ -1,6 +1,6 @@
 """Server metrics under vLLM's names: a Prometheus registry and a periodic log line. Engine totals are read at each
 scrape; request times are observed as tokens arrive."""
-import asyncio, itertools, math, pathlib, time
+import asyncio, bisect, itertools, math, pathlib, time
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, core
@@ -25,6 +25,8 @@ class Metrics(Collector):
     self.model_name = model_name
     self.engine_metrics = engine_metrics
     self.last_tokens: dict[Request, tuple[float, int]] = {}   # time of the last token, number of tokens
+    self.intervals = dict.fromkeys(SECONDS, 0)   # between tokens: their number by upper limit in seconds
+    self.interval_seconds = 0.0   # sum of all intervals
     self.registry = CollectorRegistry()
     texts = TEXTS["sizes"] | {name: text for name, (text, *_) in TEXTS["times"].items()}
     self.histograms = {name: Histogram(f"tinyvllm:{name}", text, ["model_name"], registry=self.registry,
@@ -51,11 +53,14 @@ class Metrics(Collector):
     config = metrics.get("cache_config", {})
     infos = {(*config.values(),): 1.0} if config else {}
     yield family(core.GaugeMetricFamily, "cache_config_info", "Options of the KV cache", infos, *config)
-    sizes = metrics.get("step_sizes", {math.inf: 0})
-    steps = core.HistogramMetricFamily("tinyvllm:iteration_tokens_total", "Tokens per step", labels=["model_name"])
-    steps.add_metric([self.model_name], [*zip(map(floatToGoString, sizes), itertools.accumulate(sizes.values()),
-                                              strict=True)], metrics["step_tokens"])
-    yield steps
+    steps = metrics.get("step_sizes", {math.inf: 0})
+    for name, text, counts, total in (
+        ("iteration_tokens_total", "Tokens per step", steps, metrics["step_tokens"]),
+        ("inter_token_latency_seconds", "Seconds between output tokens", self.intervals, self.interval_seconds)):
+      histogram = core.HistogramMetricFamily(f"tinyvllm:{name}", text, labels=["model_name"])
+      buckets = zip(map(floatToGoString, counts), itertools.accumulate(counts.values()), strict=True)
+      histogram.add_metric([self.model_name], [*buckets], total)
+      yield histogram
 
   def observe_tokens(self, request: Request) -> None:
     """Observe the time per token since the last call for this request."""
@@ -64,8 +69,10 @@ class Metrics(Collector):
     last_time, last_count = self.last_tokens.get(request, (now, 0))
     self.last_tokens[request] = now, count
     num_intervals = count - max(1, last_count)
-    for _ in range(num_intervals):
-      self.histograms["inter_token_latency_seconds"].observe((now - last_time) / (count - last_count))
+    if num_intervals <= 0: return
+    seconds = (now - last_time) / (count - last_count)
+    self.intervals[SECONDS[bisect.bisect_left(SECONDS, seconds)]] += num_intervals
+    self.interval_seconds += num_intervals * seconds
 
   def observe_end(self, request: Request) -> None:
     """Observe the times and token counts of a request that has ended for any reason."""

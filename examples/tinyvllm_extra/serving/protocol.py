@@ -64,6 +64,10 @@ class JsonBody(pydantic.BaseModel):
     def __getattr__(self, name: str) -> Any: ...
 
 
+@functools.cache
+def field_names(body: type[JsonBody]) -> set[str]: return {x.alias or name for name, x in body.model_fields.items()}
+
+
 class Body(JsonBody):
   """An object whose unknown fields are logged or refused."""
   model_config = pydantic.ConfigDict(extra="ignore", strict=True)
@@ -72,7 +76,7 @@ class Body(JsonBody):
   @classmethod
   def select_known_fields(cls, data: object) -> object:
     if not isinstance(data, dict): return data   # pydantic reports its type
-    names = {field.alias or name for name, field in cls.model_fields.items()}
+    names = field_names(cls)
     for name, value in data.items():
       if name not in names and value is not None: check_unknown(name, value)
     return {name: value for name, value in data.items() if name in names and value is not None}
