@@ -1,7 +1,7 @@
 """Bodies of agents, and a template and answers with tools."""
 import json
 
-from .data import DATA
+from .data import DATA, read_data
 from .engines import ENGINE
 from .models import tiny_model
 from .servers import LocalServer
@@ -9,9 +9,7 @@ from .servers import LocalServer
 
 # Renders all its inputs, so that tests can compare the numbers of tokens
 TEMPLATE = (DATA / "agent_template.jinja").read_text()
-WEATHER = {"type": "function", "name": "weather", "description": "of a city", "parameters": {
-  "type": "object", "properties": {"city": {"enum": ["Rom", "Ulm"]}}, "required": ["city"],
-  "additionalProperties": False}}
+WEATHER, TIME = read_data("functions.json")
 NO_TAGS = {"logit_bias": {"63": -100}}   # token "<": keeps a random model from opening reasoning before a format
 HERMES = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
 # Makes a server's model good at one conversation: it calls the function in CALL, then answers if the result has RESULT

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers.agents import HERMES, NO_TAGS, SMALL, WEATHER, start
+from helpers.agents import HERMES, NO_TAGS, SMALL, TIME, WEATHER, start
 from helpers.data import read_data
 from helpers.models import tiny_model
 from helpers.protocol import answer
@@ -14,9 +14,7 @@ from tinyvllm_extra.serving.protocol import ChatCompletionRequest, escapes_of, t
 from tinyvllm_extra.text.tools import calls_schema
 
 CASES = read_data("server_cases.json")
-TIME = {"type": "function", "function": {"name": "time", "parameters": {
-  "type": "object", "properties": {"zone": {"enum": ["UTC"]}}, "required": ["zone"], "additionalProperties": False}}}
-TOOLS = [{"type": "function", "function": WEATHER}, TIME]
+TOOLS = [{"type": "function", "function": x} for x in (WEATHER, TIME)]
 CHATS, USER = "/v1/chat/completions", {"role": "user", "content": "hello"}
 ASK = {"messages": [USER], "temperature": 0.0, "max_tokens": 300, **NO_TAGS}
 NAMED = {"type": "function", "function": {"name": "time"}}
@@ -136,13 +134,13 @@ def test_forced_call_with_deep_schema_is_400(server, opening, closing, depth):
 
 def test_call_is_possible_beside_response_format(server):
   def openings(**fields):
-    body = ChatCompletionRequest(messages=[USER], tools=[TIME], response_format={"type": "json_object"}, **fields)
+    body = ChatCompletionRequest(messages=[USER], tools=TOOLS[1:], response_format={"type": "json_object"}, **fields)
     return {*escapes_of(body, [5], find_format("", None, "hermes"), server.llm.tokenizer)["escapes"]}
   assert openings() == {"<tool_call>", "<function="} and not openings(tool_choice="none")
 
 
 def test_template_gets_tools_without_absent_fields():
-  assert tools_of(ChatCompletionRequest(messages=[USER], tools=[TIME])) == [TIME]
+  assert tools_of(ChatCompletionRequest(messages=[USER], tools=TOOLS[1:])) == TOOLS[1:]
 
 
 def test_template_without_tools_allows_forced_calls_only(thinking_server):
