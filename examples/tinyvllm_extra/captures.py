@@ -64,8 +64,8 @@ def capture(engine: Engine, sizes: list[int], variants: Collection[Variant]) -> 
 
 
 class PacedScheduler(SnapshotScheduler):
-  """A Scheduler whose steps fill captured ones. While sequences decode, a step has at most 8 PROMPT tokens (or two
-  per sequence), and one of more than PROMPT tokens takes about max_pause seconds at most.
+  """A Scheduler whose steps fill captured ones. While sequences decode, a step has at most half of the default of GPUs,
+  8 PROMPT tokens (or two per sequence), and one of more than PROMPT tokens takes about max_pause seconds at most.
 
   sizes: tokens of the captured steps, sorted; empty: no limits. seconds: time of the last step of each size."""
   config: LLMConfig
@@ -87,7 +87,7 @@ class PacedScheduler(SnapshotScheduler):
     free_slots = self.config.max_num_seqs - len(self.running)
     total = sum(remaining) + sum(len(seq.tokens) for seq in itertools.islice(self.waiting, free_slots))
     num_decodes = remaining.count(1)
-    if num_decodes: budget = min(budget, max(8 * PROMPT, 2 * num_decodes))   # more tokens hardly gain
+    if num_decodes and budget == 16 * PROMPT: budget = max(8 * PROMPT, 2 * num_decodes)   # more tokens hardly gain
     sizes = [*[size for size in self.sizes if max(PROMPT, num_decodes + 1) <= size < budget], budget]
     fits = [size for size in sizes if size <= total]
     # A padded step takes as long as a full one, and that as long as about three full ones of a fourth of its size

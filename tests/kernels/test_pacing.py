@@ -29,6 +29,9 @@ def test_step_with_prompts_fills_a_captured_size_or_is_padded_to_less_than_four_
   assert scheduler_of(running, waiting).limit(2048) == limit
 
 
+def test_budget_of_the_user_is_obeyed_while_sequences_decode(): assert scheduler_of([1], [5000]).limit(4096) == 4096
+
+
 def test_sequences_that_will_end_do_not_limit_a_step():
   scheduler = scheduler_of([1], [5000])
   scheduler.running[0].reached_max_len = True   # its last token is in flight
