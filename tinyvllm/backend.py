@@ -35,7 +35,7 @@ class Table:
     self.num_words = len(formats) + unused
     self.dtype = np.dtype({"names": [*formats], "formats": [*formats.values()], "itemsize": 4 * self.num_words})
 
-  def write(self, rows: list[tuple], size: int, **padding: int) -> np.ndarray:
+  def write(self, rows: list[tuple] | np.ndarray, size: int, **padding: int) -> np.ndarray:
     """Return (num_words * size,) int32, column by column. Rows after the last of `rows` hold `padding`, or 0."""
     array = np.zeros(size, self.dtype)
     for name, value in padding.items(): array[name] = value

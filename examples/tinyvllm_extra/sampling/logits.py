@@ -106,14 +106,16 @@ class LogitsBatch:
     # Logits of known tokens (prompt_logprobs) and of tokens that a step in flight samples are not changed
     sampled = [(i, row, processor) for i, row in enumerate(rows)
                if row.position >= row.seq.length and (processor := row.seq.processor)]
-    self.adjustments = [(i, *x) for i, row, processor in sampled for x in processor.adjustments(row.seq, row.position)]
+    lists = {i: processor.adjustments(row.seq, row.position) for i, row, processor in sampled}
+    values = np.fromiter(itertools.chain(*itertools.chain(*lists.values())), float).reshape(-1, 4)
+    self.adjustments = np.rec.fromarrays([[i for i, x in lists.items() for _ in x], *values.T], ADJUSTMENTS.dtype)
     self.bitmasks = {i: mask for i, _, processor in sampled if (mask := processor.bitmask()) is not None}
     self.targets = [row.seq.tokens[row.position] if row.position < len(row.seq.tokens) else UNKNOWN for row in rows]
     counts = [k for seq in {row.seq for row in rows}
               for k in (seq.params.logprobs, seq.params.prompt_logprobs if seq.index == 0 else None) if k is not None]
     has_all = any(k == ALL or k > NUM_BEST for k in counts)
     # Padded to few graph shapes: 16, 128, 1024, ...
-    size = 16 * 8 ** -(-((len(self.adjustments) - 1) // 16).bit_length() // 3) if self.adjustments else 0
+    size = 16 * 8 ** -(-((len(self.adjustments) - 1) // 16).bit_length() // 3) if len(self.adjustments) else 0
     plan_class = HiddenStatesPlan if isinstance(runner.model, Embedder) else LogitsPlan
     self.plan = plan_class(runner.model.vocab_size, bool(counts), size, bool(self.bitmasks), has_all)
 

@@ -93,6 +93,9 @@ class Processor:
     self.constraint = structured and structured.constraint(tokenizer, model.vocab_size, model.eos_token_ids)
     self.has_penalty = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
     self.depends_on_output = bool(self.has_penalty or self.bad_words or self.constraint)
+    self.rows = {i: (i, x, 1.0, 0.0) for i, x in (params.logit_bias or {}).items()}   # of `adjustments`, by token id
+    self.counts = collections.Counter[int]()   # output tokens
+    self.num_read = 0   # tokens of the sequence in `rows` and `counts`
 
   def accept(self, token: int) -> bool: return bool(self.constraint and self.constraint.accept(token))
   def bitmask(self) -> "np.ndarray | None": return self.constraint.bitmask() if self.constraint else self.allowed
@@ -103,12 +106,14 @@ class Processor:
               if seq.tokens[max(seq.num_prompt, len(seq.tokens) - len(word) + 1):] == word[:-1]}
     if position < seq.num_prompt + p.min_tokens: banned |= seq.stop_ids
     if p.allowed_token_ids and banned.issuperset(p.allowed_token_ids): banned.clear()   # else no token would be left
-    bias = {**(p.logit_bias or {}), **dict.fromkeys(banned, -math.inf)}
-    counts = collections.Counter(seq.tokens[seq.num_prompt:] if self.has_penalty else ())
-    repeated = counts if p.repetition_penalty == 1 else seq.tokens
-    penalties = {i: n * p.frequency_penalty + p.presence_penalty for i, n in counts.items()}
-    factors = dict.fromkeys(bias, 1.0) | dict.fromkeys(repeated, p.repetition_penalty)
-    return [(i, bias.get(i, 0.0), factor, penalties.get(i, 0.0)) for i, factor in factors.items()]
+    new = seq.tokens[self.num_read:] if self.has_penalty else []   # a step takes no time for older tokens
+    self.counts.update(seq.tokens[max(self.num_read, seq.num_prompt):] if new else [])
+    for i in new if p.repetition_penalty != 1 else self.counts.keys() & new:
+      penalty = self.counts[i] * p.frequency_penalty + bool(self.counts[i]) * p.presence_penalty
+      self.rows[i] = i, (p.logit_bias or {}).get(i, 0.0), p.repetition_penalty, penalty
+    self.num_read += len(new)
+    bans = {i: (i, -math.inf, *self.rows.get(i, (i, 0.0, 1.0, 0.0))[2:]) for i in banned}
+    return [*(self.rows | bans).values()]
 
   def output_logprobs(self, seq: Sequence, start: int) -> tuple[list[dict[int, Logprob]] | None, float | None]:
     if self.params.logprobs is None: return None, None
