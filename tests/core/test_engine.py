@@ -4,11 +4,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers.engines import (ENGINE, assert_same_outputs, check_invariants, count_bytecodes, greedy, ids_of, prompt,
-                             run_to_end, set_overlap, tokens)
+from helpers.engines import (ENGINE, assert_same_outputs, count_bytecodes, greedy, ids_of, prompt, run_to_end,
+                             set_overlap, tokens)
 from helpers.reference import reference_greedy
 
-from tinyvllm import LLM, LLMEngine, RequestOutput, SamplingParams, generate, generate_stream
+from tinyvllm import LLM, LLMEngine, RequestOutput, generate, generate_stream
 from tinyvllm.request import SamplerMode
 from tinyvllm.scheduler import BlockManager
 from tinyvllm_extra import graph_policy
@@ -51,26 +51,6 @@ def test_number_of_graphs_is_constant_after_warmup(llm, monkeypatch):
 
 
 # overlapped steps
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llm", "small_llm", "words_llm"])
-def test_overlapped_steps_give_same_outputs(request, name, monkeypatch):
-  any_llm = request.getfixturevalue(name)
-  ids = any_llm.generate(tokens(prompt(6)), greedy(9))[0].outputs[0].token_ids
-  jobs = [(tokens(prompt(n)), params) for n, params in (
-    (6, greedy(9)), (6, greedy(9, stop_token_ids=[ids[4]], ignore_eos=False)), (3, greedy(1)), (20, greedy(12)),
-    (1, greedy(2)), (6, greedy(9, stop_token_ids=[ids[1]], min_tokens=5)),
-    (9, SamplingParams(seed=3, max_tokens=10, ignore_eos=True)),
-    (12, SamplingParams(seed=4, max_tokens=7, top_k=5)), (6, greedy(9, stop=["e", "no"])), (17, greedy(20)))]
-  expected = any_llm.generate(*map(list, zip(*jobs, strict=True)))
-  for overlaps in ("early", "overlapped"):
-    set_overlap(monkeypatch, any_llm.runner, overlaps)
-    assert_same_outputs(any_llm.generate(*map(list, zip(*jobs, strict=True))), expected)
-  for job, output in zip(jobs, expected, strict=True):   # single requests and streams
-    assert_same_outputs(any_llm.generate(*job), [output])
-    assert "".join(x.outputs[0].text for x in any_llm.generate_stream(*job)) == output.outputs[0].text
-  check_invariants(any_llm)
-
 
 @pytest.mark.parametrize("overlaps,order", [("overlapped", ["read", "launch", "update"]),
                                             ("early", ["launch", "read", "update"])])
@@ -131,14 +111,6 @@ def test_generate_request_ids_differ_from_user_ids(folder):
     for i in range(150, 250): llm.add_request(f"{kind}-{i}", tokens([3]), greedy(2))
   assert llm.generate(tokens([5]), greedy(2), use_tqdm=False)[0].finished
   assert [*llm.generate_stream(tokens([5]), greedy(2))][-1].finished
-
-
-def test_stream_of_an_aborted_request_ends_with_abort(llm):
-  stream = llm.generate_stream(tokens(prompt(9)), greedy(50))
-  llm.abort_request(next(stream).request_id)
-  last = list(stream)[-1]
-  assert last.finished and last.outputs[0].finish_reason == "abort" and last.outputs[0].token_ids == []
-  check_invariants(llm)
 
 
 # metrics

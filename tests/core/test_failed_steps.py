@@ -88,18 +88,6 @@ def test_stream_closed_during_a_step_ends_in_next_step(engine, folder, monkeypat
   assert not engine.requests and engine.blocks.num_used() == 0
 
 
-def test_failed_step_of_one_stream_does_not_end_the_other(engine, folder, monkeypatch, overlaps):
-  ids = [prompt(5, overlaps, i) for i in range(2)]
-  other, broken = (engine.generate_stream(tokens(ids[i]), greedy(8)) for i in range(2))
-  other_ids = [*ids_of(next(other)), *ids_of(next(other))]
-  next(broken)
-  with monkeypatch.context() as patch:
-    break_steps(engine, patch, fail_once("launch", 1))
-    with pytest.raises(Failed): next(broken)
-  assert [*other_ids, *(i for output in other for i in ids_of(output))] == reference_greedy(folder, ids[0], 8)
-  check_invariants(engine)
-
-
 @pytest.mark.parametrize("num_steps", [0, 2])
 @pytest.mark.parametrize("place", ["launch", "compute", "read"])
 def test_request_aborted_in_a_failed_step_stays_aborted(engine, folder, monkeypatch, overlaps, place, num_steps):
