@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from .data import DATA
 from .engines import ENGINE
 
 
@@ -68,11 +67,6 @@ def run_process(*command: Any, stdin: str = "", **env: str) -> subprocess.Comple
   """Run a command as a process that can import this checkout. Return the exit code, stdout and stderr."""
   return subprocess.run([*map(str, command)], input=stdin, env={**os.environ, "PYTHONPATH": PYTHONPATH, **env},
                         cwd=ROOT, capture_output=True, text=True, timeout=240)
-
-
-def run_program(name: str, *arguments: Any, **env: str) -> subprocess.CompletedProcess:
-  """Run a program in data/programs."""
-  return run_process(sys.executable, DATA / f"programs/{name}.txt", *arguments, **env)
 
 
 def process(*arguments: Any, **options: str) -> subprocess.CompletedProcess:

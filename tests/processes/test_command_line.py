@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from benchmarks.common import SHAPES
 from helpers.commands import FLAGS, PYTHONPATH, error_line, process, run_process, start_process
-from helpers.data import DATA
 from helpers.hub import Hub
 from helpers.models import sentencepiece_model, tensor_shapes
 from helpers.servers import wait_until
@@ -56,8 +55,20 @@ def test_run_name_downloads_with_progress_and_chats(chat_folder, tmp_path):
     assert again.stdout == run.stdout and "downloading" not in again.stderr and len(hub.requests) == num_requests
 
 
+# A sitecustomize module, which Python imports at startup, simulates drivers that crash
+FAULTS = '''
+import os, sys
+fault = {"CUDA": "crash", "QCOM": "exit"}.get(os.environ.get("DEV"))
+if fault and "probe" in " ".join(sys.orig_argv):
+  import ctypes
+  print('noise {"doctor"', flush=True)
+  if fault == "crash": ctypes.string_at(0)
+  os._exit(7)
+'''
+
+
 def test_doctor_measures_the_cpu_and_reports_crashed_drivers(folder, tmp_path):
-  shutil.copy(DATA / "programs/driver_faults.txt", tmp_path / "sitecustomize.py")
+  (tmp_path / "sitecustomize.py").write_text(FAULTS)
   code = ("import sys\nfrom tinyvllm_extra.cli import doctor, main\n"
           "doctor.ORDER = ['CUDA', 'QCOM', 'METAL', 'CPU']\nsys.exit(main())")   # each one starts a process
   run = run_process(sys.executable, "-c", code, "doctor", "--json", "--seconds", 0.05, "--model", folder, DEV="CPU",

@@ -1,12 +1,11 @@
 """Processes that start an engine: the folder of kernels, the log, Ctrl-C during captures, a server that gets ready."""
-import json
 import os
 import re
 import signal
 import sys
 
 import pytest
-from helpers.commands import flags, process, run_process, run_program, start_process
+from helpers.commands import flags, process, run_process, start_process
 from helpers.engines import ENGINE
 from helpers.models import tiny_model
 from helpers.servers import Server, wait_until
@@ -14,7 +13,7 @@ from helpers.servers import Server, wait_until
 from tinyvllm.config import EngineConfig
 
 
-def run_python(code): return run_process(sys.executable, "-c", code, DEV="CPU")
+def run_python(code, *arguments): return run_process(sys.executable, "-c", code, *arguments, DEV="CPU")
 
 
 def hello(folder, **env):
@@ -60,8 +59,14 @@ def test_script_without_logging_setup_gets_log_on_stderr():
 def test_shutdown_gives_memory_back(tmp_path):
   """The first two engines allocate what the process keeps, such as the compiler and caches of tinygrad."""
   path = tiny_model(tmp_path, hidden_size=512, intermediate_size=8192, num_hidden_layers=1)
-  pages = map(int, run_program("memory_of_engines", path, DEV="CPU").stdout.split())
-  *_, before, loaded, after = [n * os.sysconf("SC_PAGE_SIZE") for n in pages]
+  code = """
+import pathlib, sys, tinyvllm
+for i in range(3):
+  with tinyvllm.LLM(sys.argv[1], max_num_seqs=1) as llm:
+    llm.generate("a", tinyvllm.SamplingParams(max_tokens=2))
+    print(pathlib.Path("/proc/self/statm").read_text().split()[1])
+  print(pathlib.Path("/proc/self/statm").read_text().split()[1])"""
+  *_, before, loaded, after = [int(x) * os.sysconf("SC_PAGE_SIZE") for x in run_python(code, path).stdout.split()]
   size = (path / "model.safetensors").stat().st_size
   assert loaded - before >= 0.8 * size and loaded - after >= 0.8 * size and after - before < 0.1 * size
 
@@ -72,10 +77,17 @@ def test_core_alone_gives_same_ids_as_extension(tmp_path, options):
   """The model has every optional part. The core uses one device; the extension's two add their partial sums."""
   folder = tiny_model(tmp_path, dtype="bfloat16", head_dim=16, attention_bias=True,
                       num_key_value_heads=None, mlp_bias=True, tie_word_embeddings=True)
+  code = """
+import sys
+for name in sys.argv[2:]: sys.modules[name] = None   # as if not installed
+import tinyvllm
+llm = tinyvllm.LLM(sys.argv[1], **{options})
+output, = llm.generate('ab', tinyvllm.SamplingParams(temperature=0, max_tokens=20), False)
+print(type(llm.runner.model.norm).__module__, output.outputs[0].token_ids)"""
 
   def run(options, *missing):
-    out = run_program("greedy_ids", folder, json.dumps({**ENGINE, **options}), *missing, DEV="CPU").stdout
-    return out.split(maxsplit=1)
+    script = code.replace("{options}", str({**ENGINE, **options}))
+    return run_python(script, folder, *missing).stdout.split(maxsplit=1)
   alone = {name: value for name, value in options.items() if name in EngineConfig.__dataclass_fields__}
   modules, ids = zip(run(options), run(alone, "tinyvllm_extra"), strict=True)
   assert modules == ("tinyvllm_extra.kernels.matmul", "tinyvllm.backend") and ids[0] == ids[1] and len(ids[0]) > 60
@@ -113,12 +125,42 @@ def test_server_is_ready_when_the_first_step_is_captured(words_folder):
 
 
 def test_program_with_an_unfinished_request_exits():
-  run = run_program("unfinished_request", DEV="CPU")
+  run = run_python("""
+import asyncio
+from tinyvllm import SamplingParams
+from tinyvllm_extra.serving.async_engine import AsyncLLM
+async def main():
+  async for output in AsyncLLM().generate("Hello", SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=400)):
+    return print("Hello" + output.outputs[0].text)
+asyncio.run(main())
+""")
   assert run.returncode == 0 and run.stdout.startswith("Hello") and "Traceback" not in run.stderr, run.stderr
 
 
 @pytest.mark.parametrize("function", ["do_to_program", "call_layer.fxn"])
 def test_program_exits_while_a_thread_captures(tmp_path, function):
   """During a capture tinygrad lowers kernels, or traces layers."""
-  run = run_program("exit_during_capture", tmp_path, function, DEV="CPU")
+  run = run_python("""
+import pathlib, sys, threading, time
+from tinygrad import Context
+from tinygrad.engine import realize
+from tinyvllm import LLM
+from tinyvllm_extra.kernels import kernel_cache, layer_calls
+from tinyvllm_extra.serving import capture_thread
+llm = LLM()
+realize.lower_and_compile.path = pathlib.Path(sys.argv[1])
+started = threading.Event()
+def slow(function):
+  def call(*arguments):
+    started.set()
+    time.sleep(0.5)
+    return function(*arguments)
+  return call
+if sys.argv[2] == "do_to_program":
+  lower = kernel_cache.do_to_program
+  kernel_cache.do_to_program = Context(ALLOW_DEVICE_USAGE=0)(slow(lower))
+else: layer_calls.call_layer.fxn = slow(layer_calls.call_layer.fxn)
+capture_thread.CaptureThread(llm.capture())
+started.wait()
+""", tmp_path, function)
   assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr
