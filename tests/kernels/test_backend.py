@@ -239,7 +239,7 @@ def test_sampling_fields_in_one_batch_do_not_mix(llm_float32, folder): check_all
 def test_speculative_decoding_keeps_outputs(llm_float32, folder, method, monkeypatch):
   """Greedy, sampled and repeating outputs. The draft model is the model itself, so all its draft tokens are accepted.
   The number of draft tokens depends on the CPU's registers: the test assumes AVX-512 on every machine."""
-  monkeypatch.setattr("tinyvllm_extra.sampling.speculation.cpu_sums", lambda: 8)
+  monkeypatch.setattr("tinyvllm_extra.sampling.speculation.SUMS", 8)
   config = {"num_speculative_tokens": 3, **({"method": "ngram"} if method == "ngram" else {"model": str(folder)})}
   drafting = open_engine(folder, dtype="float32", num_gpu_blocks_override=BLOCKS + 1, speculative_config=config)
   prompts = [tokens([*range(260, 266)] * 2), tokens(range(270, 276)), tokens(range(280, 283))]

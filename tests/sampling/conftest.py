@@ -10,7 +10,7 @@ from tinyvllm import LLM
 @pytest.fixture(autouse=True)
 def wide_registers(monkeypatch):
   """Assume AVX-512 registers: the best number of drafts depends on the CPU."""
-  monkeypatch.setattr("tinyvllm_extra.sampling.speculation.cpu_sums", lambda: 8)
+  monkeypatch.setattr("tinyvllm_extra.sampling.speculation.SUMS", 8)
 
 
 @pytest.fixture

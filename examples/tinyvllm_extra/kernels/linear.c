@@ -37,7 +37,8 @@ typedef unsigned u32;
 #define HIGH ((LANES == 8 ? 2 : 4) * (IS_INT ? 1 : 2))
 #define WIDE (IS_GATED || LANES < 16 && (IS_INT || N % 24) ? 2 : N % (LANES * 3) == 0 ? 3 : N % 32 == 0 ? 2 : 1)
 #define OUTPUTS (WIDE * LANES / (1 + IS_GATED))
-#define STEPS (N / (1 + IS_GATED) / OUTPUTS)
+#define WIDTH (N / (1 + IS_GATED))   // of a row of out
+#define STEPS (WIDTH / OUTPUTS)
 
 #if !IS_INT
 typedef WEIGHT weights __attribute__((vector_size(LANES * sizeof(WEIGHT)), aligned(sizeof(WEIGHT))));

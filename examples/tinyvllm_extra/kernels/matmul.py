@@ -21,9 +21,9 @@ from tinyvllm_extra.models.stored_weights import stored_weights
 
 from . import cuda_source, products
 from .buffers import new
-from .cpu import cpu_sums
+from .cpu import SUMS
 from .cuda_source import Launch
-from .schedule import add_up, axes, axis, call, divisor, end, fold, kernel_of, lane_axis, shared_by, unrolled
+from .schedule import add_up, axis, call, divisor, end, fold, kernel_of, lane_axis, shared_by, unrolled
 from .shards import local_ids, partial_sums
 
 
@@ -38,7 +38,8 @@ class FastLinear(backend.Linear):
 
   def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType, axis: int = 0):
     super().__init__(in_features, sources, bias, dtype, axis)
-    self.weight = Tensor.empty(*stored_shape(self.out_features, in_features, cuda_source.has_mma(dtype)), dtype=dtype)
+    tiles, *tile = stored_shape(self.out_features // self.num_experts, in_features, cuda_source.has_mma(dtype))
+    self.weight = Tensor.empty(self.num_experts * tiles, *tile, dtype=dtype)
     if bias: self.bias = Tensor.empty(self.out_features, dtype=dtypes.float32)
     self.scales: dict[str, Tensor] = {}   # scale and offset of a quantized W
 
@@ -60,22 +61,23 @@ class FastLinear(backend.Linear):
     if plain := [reorder(self.ordered(w), self.weight.max_shape) for w in shards if isinstance(w, np.ndarray)]:
       self.weight.replace(place(plain, self.weight.dtype))
     elif quantized := [w for w in shards if isinstance(w, Quantized)]:
-      self.has_8bit_inputs = activations in ("auto", "int8") and supports_8bit(self.weight.max_shape, quantized[0])
-      self.store_quantized(quantized, place)
+      self.store_quantized(quantized, place, activations)
       self.has_e4m3_inputs = activations == "fp8" and self.weight.ndim == 5
     self.flags = products.new_flags(self.weight.device)
 
-  def store_quantized(self, quantized: list[Quantized], place: Callable[..., Tensor]) -> None:
+  def store_quantized(self, quantized: list[Quantized], place: Callable[..., Tensor], activations: str) -> None:
+    (N, K), groups = quantized[0].q.shape, quantized[0].scale.shape[1]
+    self.number_format = quantized[0].number_format
+    can_be_int8 = fits_c(self) and not self.number_format.is_float and K // groups % 8 == 0
+    self.has_8bit_inputs = can_be_int8 and activations in ("auto", "int8")
     scales = {"scale": [prepare_scales(w, self.weight.dtype) for w in quantized],
               "offset": [w.offset for w in quantized if w.offset is not None]}
     if self.weight.ndim == 8:   # scales in float16, each of a part or a multiple of 32 inputs, else the generic layout
       halves = {name: [narrow(x, False) for x in arrays] for name, arrays in scales.items()}
       fits = all(x.dtype == np.float16 for arrays in halves.values() for x in arrays)
-      (N, K), groups = quantized[0].q.shape, quantized[0].scale.shape[1]
       if fits and gcd(K // groups, 32) in (32, K // groups): scales = halves
       else: self.weight = Tensor.empty(N // 16, K, 16, dtype=self.weight.dtype)
     shape = self.weight.max_shape
-    self.number_format = quantized[0].number_format
     self.weight = place([pack_words(w.q) if self.has_8bit_inputs else pack_numbers(self.ordered(w.q), shape)
                          for w in quantized])
     self.scales = {name: place([reorder(self.ordered(x), scales_shape(shape, x.shape[1])) for x in arrays])
@@ -85,27 +87,24 @@ class FastLinear(backend.Linear):
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
     """Like backend.Linear. With split-K, return the partial sums stacked along the first axis."""
-    tiles = products.choose_tiles(self, x)
-    out = new(x, x.shape[0], self.out_features * (tiles.splits if tiles else 1), dtype=dtype)
-    return self.multiply(out.reshape(-1, self.out_features), x)
+    return self.multiply(x, dtype)
 
-  def multiply(self, out: Tensor, x: Tensor, row_groups: Tensor | None = None, activation: str = "") -> Tensor:
-    """Return `out` with the products. See linear_kernel."""
+  def multiply(self, x: Tensor, dtype: DType | None = None, activation: str = "", row_groups: Tensor | None = None,
+               count: int = 0) -> Tensor:
+    """Return the products, or with an activation GateUp's. row_groups: see linear_kernel, for `count` rows of `out`."""
     if self.order is not None: x = x[:, self.order].contiguous()
+    tiles = products.choose_tiles(self, x, row_groups)
+    num_rows = count or x.max_shape[0] * (tiles.splits if tiles else 1)
+    out = new(x, num_rows, self.out_features // self.num_experts // (1 + bool(activation)), dtype=dtype)
+    if tiles: return products.multiply(self, out, x, tiles, activation, row_groups)
     tensors = {"x": x, "weight": self.weight, **self.scales, "bias": self.bias, "row_groups": row_groups}
-    if uses_c(self, x):
-      rows = block_rows(*x.max_shape) if row_groups is None else max(1, row_groups.max_shape[1] - 1)
-      scratch = new(x, cpu_cores() * rows * 4 * x.max_shape[1], dtype=dtypes.uint8)   # x, or its q, scales and sums
-      launch = functools.partial(launch_c, layer=self, rows=rows, activation=activation)
-      return cuda_source.run(launch, out=out, scratch=scratch, **tensors)[0]
-    if tiles := products.choose_tiles(self, x, row_groups):
-      return products.multiply(self, out, x, tiles, activation, row_groups)
+    if uses_c(self, x): return multiply_c(self, out, x, activation, row_groups, tensors)
     def run(operands: dict[str, UOp]) -> UOp: return linear_kernel(self, **operands)
     return call(run, out=out, **tensors)[0]
 
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
     plain = self.weight.permute(helpers.argsort(STORED[self.weight.ndim])).reshape(self.out_features, -1)
-    return plain[local_ids(ids, self.out_features)].cast(dtype).contiguous()
+    return plain[local_ids(ids, self.out_features)].cast(dtype)
 
 
 class FastGateUp(backend.GateUp, FastLinear):
@@ -116,16 +115,14 @@ class FastGateUp(backend.GateUp, FastLinear):
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
     has_tiles = self.weight.ndim > 3 or uses_c(self, x) and self.out_features % 32 == 0
     if not has_tiles: return super().__call__(x, dtype)
-    return self.multiply(new(x, x.shape[0], self.out_features // 2, dtype=dtype), x, activation=self.activation)
+    return self.multiply(x, dtype, self.activation)
 
 
 class FastExperts(FastLinear):
   """Matrices of several experts, stacked in one W in stored layout. sources: the first expert's, the second's, ..."""
   def __init__(self, num_experts: int, in_features: int, sources: dict[str, int], bias: bool, dtype: DType):
-    super().__init__(in_features, sources, bias, dtype)
     self.num_experts = num_experts
-    tiles, *tile = stored_shape(self.out_features // num_experts, in_features, cuda_source.has_mma(dtype))
-    self.weight = Tensor.empty(num_experts * tiles, *tile, dtype=dtype)
+    super().__init__(in_features, sources, bias, dtype)
 
   def group_rows(self, ids: Tensor) -> Tensor:
     """Return row_groups for kernels (see linear_kernel), sorted by expert. ids: (T, k) int32, experts of each token.
@@ -133,51 +130,38 @@ class FastExperts(FastLinear):
     experts = ids.flatten()                                             # (P,)
     num_pairs, count = experts.max_shape[0], self.num_experts
     if num_pairs <= count: return experts.reshape(-1, 1).contiguous()
-    rows = cpu_sums() if cpu_cores() else (8, 32)[num_pairs > 16 * count]   # few or many rows of each expert
+    rows = SUMS if cpu_cores() else (8, 32)[num_pairs > 16 * count]   # few or many rows of each expert
     return group_by_expert(experts, count, rows)
 
   def route(self, x: Tensor, row_groups: Tensor, count: int) -> Tensor:
     """Return the products, (count, out), of x with the experts of its groups. x: (R, in), each row for count / R."""
-    out = Tensor.invalids(count * self.out_features // self.num_experts, dtype=x.dtype).reshape(count, -1)
-    return self.multiply(out, x, row_groups)
-
-
-# Number of inputs that share a scale of x in int8, for W with this number of groups
-def x_group(in_features: int, groups: int) -> int: return gcd(32, in_features // groups)
-
-
-# Rows of x that a core copies or quantizes at a time: they fit its cache
-def block_rows(rows: int, in_features: int) -> int: return min(rows, 64, max(8, 2**18 // in_features))
+    return self.multiply(x, row_groups=row_groups, count=count)
 
 
 def speaks_c() -> bool: return isinstance(renderer(), ClangRenderer)   # whether kernels are compiled from C, by clang
 
 
-def supports_8bit(shape: tuple[int, ...], w: Quantized) -> bool:
-  """Return whether W, with this stored shape for floats, can be multiplied by x in int8: on a CPU, with clang."""
-  is_tiled = shape[2:] == (16,) and x_group(w.q.shape[1], w.scale.shape[1]) % 8 == 0
-  return is_tiled and not w.number_format.is_float and speaks_c()
+# Whether linear.c can read W, and multiply it by x
+def fits_c(layer: FastLinear) -> bool: return layer.weight.max_shape[2:] == (16,) and speaks_c()
+def uses_c(layer: FastLinear, x: Tensor) -> bool: return x.dtype == dtypes.float32 and fits_c(layer)
 
 
-def uses_c(layer: FastLinear, x: Tensor) -> bool:
-  return layer.weight.max_shape[2:] == (16,) and x.dtype == dtypes.float32 and speaks_c()
-
-
-def launch_c(operands: dict[str, UOp], layer: FastLinear, rows: int, activation: str) -> Launch:
-  """Return the launch of linear.c. rows: in a block."""
-  shapes, number_format = {name: x.max_shape for name, x in operands.items()}, layer.number_format
-  (T, K), tiles, (num_rows, width) = shapes["x"], shapes["weight"][0], shapes["out"]
-  groups, (blocks, row_group) = shapes.get("scale", (0, 1))[1], shapes.get("row_groups", (-(-T // rows), 0))
-  N = width if row_group else tiles * 16   # outputs of an expert
-  cores = cpu_cores() if num_rows * K * N > 2**17 else 1
-  row_parts = 1 if row_group else gcd(blocks, cores)
-  types = {name.upper(): operands.get(name, operands["weight"]).dtype.name for name in ("weight", "scale", "offset")}
-  return Launch(f"linear_c_{T}_{K}_{N}", "linear.c", types | {
-    "T": T, "K": K, "N": N, "WIDTH": width, "EXPERTS": tiles * 16 // N, "GROUPS": groups, "X_GROUP": x_group(K, groups),
-    "BITS": number_format.bits, "IS_FLOAT": int(number_format.is_float), "IS_INT": int(layer.has_8bit_inputs),
-    "ROWS_OUT": num_rows, "BLOCK_ROWS": rows, "BLOCKS": blocks, "ROW_GROUP": row_group, "ROW_PARTS": row_parts,
-    "OUTPUT_PARTS": cores // row_parts, "IS_GATED": int(bool(activation)), "half": "_Float16",
+def multiply_c(layer: FastLinear, out: Tensor, x: Tensor, activation: str, row_groups: Tensor | None,
+               tensors: dict[str, Tensor | None]) -> Tensor:
+  """Return `out` with the products of linear.c. tensors: the layer's, x and row_groups."""
+  sizes = products.sizes_of(layer, x, row_groups, activation)
+  T, K, N, num_rows = [sizes[name] for name in ("T", "K", "N", "NUM_ROWS")]
+  rows = min(num_rows, 64, max(8, 2**18 // K))   # that a core copies or quantizes at a time: they fit its cache
+  blocks, cores = sizes["NUM_GROUPS"] * -(-num_rows // rows), cpu_cores() if out.max_shape[0] * K * N > 2**17 else 1
+  row_parts = 1 if row_groups is not None else gcd(blocks, cores)
+  types = {"weight": layer.weight, "scale": layer.weight, "offset": layer.weight, **layer.scales}
+  launch = Launch(f"linear_c_{T}_{K}_{N}", "linear.c", {
+    **sizes, **{name.upper(): w.dtype.name for name, w in types.items()}, "X_GROUP": gcd(32, K // sizes["GROUPS"]),
+    "IS_INT": int(layer.has_8bit_inputs), "ROWS_OUT": out.max_shape[0], "BLOCK_ROWS": rows, "BLOCKS": blocks,
+    "ROW_PARTS": row_parts, "OUTPUT_PARTS": cores // row_parts, "half": "_Float16",
     "ACTIVATED(x)": products.ACTIVATIONS[activation], "__expf(x)": "tv_exp2((x) * 1.44269504f)"}, (cores, 1, 1))
+  scratch = new(x, cpu_cores() * rows * 4 * K, dtype=dtypes.uint8)   # x, or its q, scales and sums
+  return cuda_source.run(lambda _: launch, out=out, scratch=scratch, **tensors)[0]
 
 
 def store(out: UOp, value: UOp, row: UOp, column: UOp) -> UOp:

@@ -3,10 +3,9 @@ import contextvars, ctypes, functools, json, math, pathlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from tinygrad import Device, Tensor, UOp, dtypes
+from tinygrad import Device, Tensor, dtypes
 
 from tinyvllm.backend import TOKENS
-from tinyvllm_extra.models.quantized import NumberFormat
 
 from . import cuda_source, shards
 from .buffers import new, new_tensor
@@ -23,12 +22,6 @@ COUNT = TOKENS.num_words + 1   # row of `tokens` that holds the number of tokens
 # The tokens of the step whose layers are traced, see tensor_cores.add_query_tiles. Products skip rows of padding, so
 # that the graph of a large step runs smaller ones in less time
 current: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("current", default=None)
-
-
-def current_tokens(rows: int) -> Tensor | None:
-  """Return the step's tokens with their number, if the step has `rows` tokens."""
-  tokens = current.get()
-  return tokens if tokens is not None and tokens.shape == (COUNT + 1, rows) else None
 
 
 class Tiles(NamedTuple):
@@ -70,9 +63,9 @@ def choose_tiles(layer: "FastLinear", x: Tensor, row_groups: Tensor | None = Non
 
 def candidates(layer: "FastLinear", x: Tensor, row_groups: Tensor | None = None) -> tuple[str, list[Tiles]]:
   """Return the key of a choice of tiles, and all that fit, the built-in ones first. See choose_tiles."""
-  (T, K), N, num_groups, limit = x.max_shape, layer.out_features // layer.num_experts, 1, 1
-  if row_groups is not None: num_groups, T = row_groups.max_shape[0], max(1, row_groups.max_shape[1] - 1)
-  else:
+  sizes = sizes_of(layer, x, row_groups)
+  T, K, N, num_groups, limit = sizes["NUM_ROWS"], sizes["K"], sizes["N"], sizes["NUM_GROUPS"], 1
+  if row_groups is None:
     least = 64 if layer.has_e4m3_inputs and N * K >= LARGE else 128   # rows for which wgmma.cu is the fastest
     fitting = [x for x in WGMMA if x.rows >= least and T % x.rows == 0 == K % 64]
     if fitting and layer.flags is not None: return "", fitting
@@ -90,71 +83,58 @@ def candidates(layer: "FastLinear", x: Tensor, row_groups: Tensor | None = None)
   return key, [first, *[x for x in tiles if fits(x, True) and x.splits == first.splits and x != first]]
 
 
+def sizes_of(layer: "FastLinear", x: Tensor, row_groups: Tensor | None = None, activation: str = "") -> dict[str, int]:
+  """Return sizes of a product for a source. row_groups: see matmul.linear_kernel; their groups have NUM_ROWS rows."""
+  (T, K), scale, numbers = x.max_shape, layer.scales.get("scale"), layer.number_format
+  num_groups, row_group = (1, 0) if row_groups is None else row_groups.max_shape
+  return {"T": T, "K": K, "N": layer.out_features // layer.num_experts, "EXPERTS": layer.num_experts,
+          "NUM_GROUPS": num_groups, "ROW_GROUP": row_group, "NUM_ROWS": max(1, row_group - 1) if row_group else T,
+          "GROUPS": 1 if scale is None else scale.max_shape[1], "BITS": numbers.bits,
+          "ZERO_POINT": numbers.zero_point, "IS_FLOAT": int(numbers.is_float), "IS_GATED": int(bool(activation))}
+
+
 def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles, activation: str,
              row_groups: Tensor | None = None) -> Tensor:
   """Return `out` with x @ W.T + bias or a GateUp's activations: (T, N), or with split-K one (T, N) per split, stacked
   along the first axis. Rows of the step's padding are undefined. row_groups: see matmul.linear_kernel."""
-  tokens, scratch = current_tokens(x.max_shape[0]) if row_groups is None else None, {}
-  if layer.flags is not None and not tiles.buffers:
-    T, K = x.max_shape
-    packed = new(x, T, K + 4, dtype=dtypes.uint8) if layer.has_e4m3_inputs else new(x, T, K)   # with a scale per row
-    x = cuda_source.run(functools.partial(launch_pack, tiles=tiles), out=packed, x=x, tokens=tokens)[0]
-    num_sums = int(layer.flags.shape[0]) * 16 * tiles.rows   # 128 per row for each block
-    scratch = {"partial": new(x, num_sums, dtype=dtypes.float32), "flags": layer.flags}
-  launch = functools.partial(launch_linear, number_format=layer.number_format, activation=activation, tiles=tiles)
-  return cuda_source.run(launch, out=out, weight=layer.weight, x=x, tokens=tokens, **scratch, **layer.scales,
+  sizes = sizes_of(layer, x, row_groups, activation)
+  T, K, num_rows = sizes["T"], sizes["K"], sizes["NUM_ROWS"]
+  tokens = current.get()   # their number counts the rows of x, if these are the step's
+  if row_groups is not None or tokens is not None and tokens.shape != (COUNT + 1, T): tokens = None
+  definitions: dict[str, object] = {
+    **sizes, **{name.upper(): n for name, n in tiles._asdict().items()}, "ROWS": tiles.rows, "OUTPUTS": tiles.outputs,
+    "ROWS_OUT": out.max_shape[0] // tiles.splits, "IS_FLOAT32": int(out.dtype == dtypes.float32),
+    "TYPE": f'"{cuda_source.TYPES.get(x.dtype, "f16")}"',   # in PTX, as a string in C
+    "ROWS_OF_STEP": num_rows if tokens is None else f"tokens[{COUNT * num_rows}]",   # rows that are not padding
+    "ACTIVATED(x)": ACTIVATIONS[activation]}
+  if tiles.buffers or layer.flags is None: launch, scratch = launch_linear(sizes, definitions, tiles), {}
+  else:
+    is_e4m3, num_flags = layer.has_e4m3_inputs, int(layer.flags.shape[0])   # eight of each block
+    definitions["IS_E4M3"] = int(is_e4m3)
+    macros = {name: definitions[name] for name in ("T", "K", "ROWS", "ROWS_OF_STEP", "TYPE", "IS_E4M3")}
+    packed = new(x, T, K + 4, dtype=dtypes.uint8) if is_e4m3 else new(x, T, K)   # with a scale per row
+    pack = Launch(f"pack_{T}_{K}", "pack.cu", macros, (T, 1, 1), 256, 32)
+    x = cuda_source.run(lambda _: pack, out=packed, x=x, tokens=tokens)[0]
+    scratch = {"partial": new(x, num_flags * 16 * tiles.rows, dtype=dtypes.float32),   # 128 per row for each block
+               "flags": layer.flags}
+    stage = tiles.rows * 128 + (1024 * sizes["BITS"] << is_e4m3)
+    definitions |= {"STAGES": SHARED_BYTES // stage, **cuda_source.wgmma(tiles.rows, is_e4m3)}
+    launch = Launch(f"wgmma_{tiles.rows}_{sizes['N']}_{K}", "wgmma.cu", definitions, (num_flags // 8, 1, 1), 384,
+                    SHARED_BYTES // stage * stage + 2048)
+  return cuda_source.run(lambda _: launch, out=out, weight=layer.weight, x=x, tokens=tokens, **scratch, **layer.scales,
                          bias=layer.bias, row_groups=row_groups)[0]
 
 
-def sizes_of(operands: dict[str, UOp]) -> dict[str, int]:
-  """Return sizes of a product for a source. row_groups: see matmul.linear_kernel; their groups have NUM_ROWS rows."""
-  shapes = {name: x.max_shape for name, x in operands.items()}
-  T, (tiles, steps, *_), (num_groups, row_group) = shapes["x"][0], shapes["weight"], shapes.get("row_groups", (1, 0))
-  K, outputs = steps * 32, tiles * 16
-  rows, width = shapes["out"] if row_group else (T, outputs)
-  return {"T": T, "K": K, "N": width, "EXPERTS": outputs // width, "ROWS_OUT": rows, "NUM_GROUPS": num_groups,
-          "ROW_GROUP": row_group, "NUM_ROWS": max(1, row_group - 1) if row_group else T,
-          "GROUPS": shapes.get("scale", (0, 1))[1]}
-
-
-def type_of(x: UOp) -> str: return f'"{cuda_source.TYPES.get(x.dtype, "f16")}"'   # in PTX, as a string in C
-
-
-def rows_of_step(operands: dict[str, UOp], rows: int) -> str:
-  """Return the number of rows that are not padding, for a source."""
-  return f"tokens[{COUNT * rows}]" if "tokens" in operands else str(rows)
-
-
-def launch_linear(operands: dict[str, UOp], number_format: NumberFormat, activation: str, tiles: Tiles) -> Launch:
-  """Return the launch of linear.cu, or of wgmma.cu if the tiles have no buffers."""
-  bits, sizes, is_e4m3 = number_format.bits, sizes_of(operands), operands["x"].dtype == dtypes.uint8
-  N, K, count = sizes["N"], sizes["K"], sizes["NUM_ROWS"]
-  definitions: dict[str, object] = {
-    **sizes, **{name.upper(): n for name, n in tiles._asdict().items()}, "ROWS": tiles.rows, "OUTPUTS": tiles.outputs,
-    "BITS": bits, "ZERO_POINT": number_format.zero_point, "IS_FLOAT": int(number_format.is_float),
-    "TYPE": type_of(operands["out" if is_e4m3 else "x"]), "IS_FLOAT32": int(operands["out"].dtype == dtypes.float32),
-    "ACTIVATION": int(bool(activation)), "ACTIVATED(x)": ACTIVATIONS[activation],
-    "ROWS_OF_STEP": rows_of_step(operands, count)}
-  if tiles.buffers:
-    row_tiles, sets = -(-count // tiles.rows), max(1, sizes["GROUPS"] * 32 // K)
-    buffer = tiles.rows * 64 + tiles.outputs * 4 * (bits + (bits < 16) * sets)   # bytes
-    ring = max(tiles.buffers * buffer, tiles.rows * tiles.outputs * 4 * (tiles.deep > 1))   # finally holds sums
-    definitions |= {"BUFFER": buffer, "RING": ring, "ROW_TILES": row_tiles}
-    blocks = row_tiles * sizes["NUM_GROUPS"], N // tiles.outputs, tiles.splits
-    threads = 32 * tiles.wide * tiles.high * tiles.deep
-    return Launch(f"linear_{N}_{K}", "linear.cu", definitions, blocks, threads, tiles.deep * ring)
-  stage = tiles.rows * 128 + (1024 * bits << is_e4m3)
-  definitions |= {"STAGES": SHARED_BYTES // stage, "IS_E4M3": int(is_e4m3), **cuda_source.wgmma(tiles.rows, is_e4m3)}
-  blocks, shared_bytes = (operands["flags"].max_shape[0] // 8, 1, 1), SHARED_BYTES // stage * stage + 2048
-  return Launch(f"wgmma_{tiles.rows}_{N}_{K}", "wgmma.cu", definitions, blocks, 384, shared_bytes)
-
-
-def launch_pack(operands: dict[str, UOp], tiles: Tiles) -> Launch:
-  """Return the launch of pack.cu."""
-  T, K = operands["x"].max_shape
-  definitions = {"T": T, "K": K, "ROWS": tiles.rows, "ROWS_OF_STEP": rows_of_step(operands, T),
-                 "TYPE": type_of(operands["x"]), "IS_E4M3": int(operands["out"].dtype == dtypes.uint8)}
-  return Launch(f"pack_{T}_{K}", "pack.cu", definitions, (T, 1, 1), 256, 32)
+def launch_linear(sizes: dict[str, int], definitions: dict[str, object], tiles: Tiles) -> Launch:
+  """Return the launch of linear.cu."""
+  N, K, bits = sizes["N"], sizes["K"], sizes["BITS"]
+  row_tiles, sets = -(-sizes["NUM_ROWS"] // tiles.rows), max(1, sizes["GROUPS"] * 32 // K)
+  buffer = tiles.rows * 64 + tiles.outputs * 4 * (bits + (bits < 16) * sets)   # bytes
+  ring = max(tiles.buffers * buffer, tiles.rows * tiles.outputs * 4 * (tiles.deep > 1))   # finally holds sums
+  own = {"BUFFER": buffer, "RING": ring, "ROW_TILES": row_tiles}
+  blocks = row_tiles * sizes["NUM_GROUPS"], N // tiles.outputs, tiles.splits
+  threads = 32 * tiles.wide * tiles.high * tiles.deep
+  return Launch(f"linear_{N}_{K}", "linear.cu", definitions | own, blocks, threads, tiles.deep * ring)
 
 
 @functools.cache

@@ -64,13 +64,13 @@ template <class Row> DEVICE void store(char* out, const float* sums, const float
   const int lane = threadIdx.x % 32, odd = lane % 2, r = row(lane / 4);
   float d[4];
   UNROLL for (int e = 0; e < 4; e++) {
-    const int column = ACTIVATION ? e / 2 * (N / 2) + n16 * 8 + lane / 4 : n16 * 16 + e / 2 * 8 + lane / 4;
+    const int column = IS_GATED ? e / 2 * (N / 2) + n16 * 8 + lane / 4 : n16 * 16 + e / 2 * 8 + lane / 4;
     const int own = row(lane % 4 * 2 + e % 2);
     d[e] = sums[e] + (HAS_BIAS ? bias[column] : 0);
     if (IS_FLOAT32 && own < end) ((float*)out)[(size_t)own * N + column] = d[e];
   }
   if (IS_FLOAT32) return;
-  if (ACTIVATION) {
+  if (IS_GATED) {
     const u32 both = transposed(pack(ACTIVATED(d[0]) * d[2], ACTIVATED(d[1]) * d[3]));
     if (r < end) ((u32*)out)[(size_t)r * (N / 4) + n16 * 4 + lane % 4] = both;
     return;

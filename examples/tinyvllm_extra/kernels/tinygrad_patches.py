@@ -25,7 +25,8 @@ VERSION = "0.14.0"   # the patches were checked with it; for the next version, s
 def apply(device: str) -> None:
   """Apply the patches for the default device, `device`. A repeated call changes nothing."""
   compiler = os.environ["CC"]
-  check_version()
+  if TINYGRAD != VERSION:
+    logger.warning(f"tinygrad {TINYGRAD} is installed; tinyvllm needs tinygrad=={VERSION}")
   if cpu_cores():
     # Run captured steps with CPUGraph. tinygrad needs 50 us per kernel, and does not run its threads in parallel.
     # Checked with 0.14.0. Remove when tinygrad runs a CPU's graph on several threads
@@ -49,10 +50,6 @@ def apply(device: str) -> None:
 def replace(owner: type, name: str, function: Callable) -> None:
   """Replace a method of a tinygrad class."""
   setattr(owner, name, function)
-
-
-def check_version() -> None:
-  if TINYGRAD != VERSION: logger.warning(f"tinygrad {TINYGRAD} is installed; tinyvllm needs tinygrad=={VERSION}")
 
 
 def compute_exp2_without_branches() -> None:

@@ -17,7 +17,7 @@ from tinyvllm.runner import Results, Runner, build_step, next_power_of_two
 from tinyvllm.scheduler import BlockManager, Scheduler
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.formats.fit import model_weights, weight_bytes
-from tinyvllm_extra.kernels.cpu import cpu_sums
+from tinyvllm_extra.kernels.cpu import SUMS
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.models.recurrent import state_shapes
 from tinyvllm_extra.options import FORMATS
@@ -106,7 +106,7 @@ def step_time(num_tokens: int) -> float:
   weights, which a CPU reads again for more rows than its registers hold. Measured on two CPU cores and an H200
   (tests/benchmarks/LOG.md)."""
   if not cpu_cores(): return max(35 + num_tokens / 2, 27 + num_tokens)
-  return 9 + num_tokens / 3 if num_tokens <= cpu_sums() else 10 + 0.9 * num_tokens
+  return 9 + num_tokens / 3 if num_tokens <= SUMS else 10 + 0.9 * num_tokens
 
 
 def verify(results: Results) -> dict[Sequence, list[int]]:
