@@ -21,6 +21,7 @@ inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
+inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 inline float __expf(float x) { return expf(x); }
 inline float power_of_2(float x) { return exp2f(x); }
 
@@ -68,6 +69,7 @@ template <bool> struct Number { typedef _Float16 type; };
 template <> struct Number<true> { typedef __bf16 type; };
 typedef Number<TYPE[0] == 'b'>::type half;   // TYPE: "f16" or "bf16"
 inline float half_of(unsigned pair, int i) { return (float)__builtin_bit_cast(half, (unsigned short)(pair >> 16 * i)); }
+inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 inline float float_of(unsigned short x) { return (float)__builtin_bit_cast(_Float16, x); }
 inline unsigned pack(float low, float high) {

@@ -198,6 +198,11 @@ def test_norm_add_returns_sum_of_stacked_parts_and_its_norm(rows, size, parts, k
   close(normed, rms_norm(total, weight), KINDS[kind][1])
 
 
+@pytest.mark.parametrize("size", [256, 2048])
+def test_norm_source_equals_numpy(size, sources):
+  test_norm_add_returns_sum_of_stacked_parts_and_its_norm(3, size, 2, "float16")
+
+
 # Tokens, K/V heads, query heads per K/V head, head_dim, longest context, sequences
 CASES = read_data("kernel_cases.json")["attention"]
 QUICK = "decode", "one query head", "many query heads", "narrow", "chunks"

@@ -14,11 +14,11 @@ from .cpu import EXP2
 from .schedule import call
 
 TYPES = {dtypes.half: "f16", dtypes.bfloat16: "bf16"}   # PTX's names
-ARGUMENTS = {   # types of operands by name; HAS_... tells a source whether a kernel has the operand
-  "out": "char*", "weight": "const char*", "x": "const char*", "partial": "float*", "flags": "u32*",
-  "q": "const char*", "keys": "const char*", "values": "const char*", "scales": "const float*", "table": "const int*",
-  "logs": "float*", "sinks": "const float*", "tokens": "const int*",
-  "scale": "const u32*", "offset": "const u32*", "bias": "const float*", "row_groups": "const int*", "scratch": "char*"}
+OPERANDS = {   # names of operands by type; HAS_... tells a source whether a kernel has the operand
+  "char*": "out total scratch", "const char*": "weight x delta q keys values", "float*": "partial logs",
+  "const float*": "scales sinks bias", "u32*": "flags", "const u32*": "scale offset",
+  "const int*": "table tokens row_groups"}
+ARGUMENTS = {name: kind for kind, names in OPERANDS.items() for name in names.split()}
 
 
 # Whether kernels are compiled from CUDA C++ and may have dynamic shared memory, which DEV=NV does not support
@@ -56,7 +56,7 @@ class Launch(NamedTuple):
 
 
 def run(make: Callable[[dict[str, UOp]], Launch], **tensors: Tensor | None) -> list[Tensor]:
-  """Return the tensors after a kernel. make: called with the operands of one device. tensors: by names of ARGUMENTS."""
+  """Return the tensors after a kernel. make: called with the operands of one device. tensors: by names of OPERANDS."""
   return call(functools.partial(program_of, make), **tensors)
 
 
@@ -76,6 +76,6 @@ def program_of(make: Callable[[dict[str, UOp]], Launch], operands: dict[str, UOp
   source = "\n".join([*macros, *[EXP2] * is_c, *texts])
   written = tuple(i for i, x in enumerate(operands) if not ARGUMENTS[x].startswith("const"))
   arguments = UOp(Ops.LINEAR, src=tuple(x.base for x in operands.values()))
-  info = ProgramInfo(name, launch.groups, (launch.threads, 1, 1), (core,) if is_c else (), slots, written, slots[1:],
-                     renderer().target)
+  info = ProgramInfo(name, launch.groups, (launch.threads, 1, 1), (core,) if is_c else (), slots, written,
+                     slots[1:], renderer().target)
   return UOp(Ops.PROGRAM, src=(UOp(Ops.SINK, arg=KernelInfo(name)), arguments, UOp(Ops.SOURCE, arg=source)), arg=info)

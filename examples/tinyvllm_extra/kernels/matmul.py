@@ -213,8 +213,21 @@ class FastNorm(backend.Norm):
     return Tensor.empty_like(rows).custom_kernel(rows, self.weight, fxn=self.kernel)[0].reshape(x.shape)
 
   def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    is_cuda = x.dtype == delta.dtype == self.weight.dtype and cuda_source.has_mma(x.dtype) and isinstance(x.device, str)
+    if is_cuda and x.max_shape[1] in range(256, 8193, 256): return self.add_in_cuda(x, delta)
     inputs = x, self.weight, new(x, *x.shape), *partial_sums(delta)
     normed, _, _, total, *_ = Tensor.empty_like(x).custom_kernel(*inputs, fxn=self.kernel)
+    return total, normed
+
+  def add_in_cuda(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """Like `add`, with norm.cu. Rows of the step's padding are undefined."""
+    (T, K), tokens = x.max_shape, products.current_tokens(x.max_shape[0])
+    launch = Launch(f"norm_{T}_{K}", "norm.cu", {
+      "T": T, "K": K, "PARTS": delta.max_shape[0] // T, "EPS": f"{self.eps}f",
+      "TYPE": f'"{cuda_source.TYPES[x.dtype]}"', "ROWS_OF_STEP": products.rows_of_step(tokens, T)},
+      (T, 1, 1), K // 8, K // 64)
+    inputs = {"x": x, "delta": delta, "weight": self.weight, "tokens": tokens}
+    normed, total, *_ = cuda_source.run(lambda _: launch, out=new(x, T, K), total=new(x, T, K), **inputs)
     return total, normed
 
   def kernel(self, out: UOp, x: UOp, weight: UOp, total: UOp | None = None, *partials: UOp) -> UOp:

@@ -7,9 +7,6 @@ DEVICE u32 pack_e4m3(float low, float high) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
   return y;
 }
-DEVICE float number(u32 pair, int i) {
-  return TYPE[0] == 'b' ? __uint_as_float(pair >> i * 16 << 16) : float_of(pair >> i * 16);
-}
 extern "C" __global__ void __launch_bounds__(256) NAME(ARGUMENTS) {
   OMITTED
   extern __shared__ char memory[];

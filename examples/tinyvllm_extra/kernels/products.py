@@ -24,6 +24,16 @@ COUNT = TOKENS.num_words + 1   # row of `tokens` that holds the number of tokens
 current: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("current", default=None)
 
 
+def current_tokens(rows: int) -> Tensor | None:
+  """Return the step's tokens with their number, if the step has `rows` tokens."""
+  tokens = current.get()
+  return tokens if tokens is not None and tokens.shape == (COUNT + 1, rows) else None
+
+
+# The number of rows that are not padding, for a source
+def rows_of_step(tokens: Tensor | None, T: int) -> str: return str(T) if tokens is None else f"tokens[{COUNT * T}]"
+
+
 class Tiles(NamedTuple):
   """Sizes of a work group, whose warps share x and W in shared memory."""
   n_tiles: int  # tiles of 16 outputs per warp
@@ -99,13 +109,12 @@ def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles, activati
   along the first axis. Rows of the step's padding are undefined. row_groups: see matmul.linear_kernel."""
   sizes = sizes_of(layer, x, row_groups, activation)
   T, K, num_rows = sizes["T"], sizes["K"], sizes["NUM_ROWS"]
-  tokens = current.get()   # their number counts the rows of x, if these are the step's
-  if row_groups is not None or tokens is not None and tokens.shape != (COUNT + 1, T): tokens = None
+  tokens = current_tokens(T) if row_groups is None else None
   definitions: dict[str, object] = {
     **sizes, **{name.upper(): n for name, n in tiles._asdict().items()}, "ROWS": tiles.rows, "OUTPUTS": tiles.outputs,
     "ROWS_OUT": out.max_shape[0] // tiles.splits, "IS_FLOAT32": int(out.dtype == dtypes.float32),
     "TYPE": f'"{cuda_source.TYPES.get(x.dtype, "f16")}"',   # in PTX, as a string in C
-    "ROWS_OF_STEP": num_rows if tokens is None else f"tokens[{COUNT * num_rows}]",   # rows that are not padding
+    "ROWS_OF_STEP": rows_of_step(tokens, num_rows),
     "ACTIVATED(x)": ACTIVATIONS[activation]}
   if tiles.buffers or layer.flags is None: launch, scratch = launch_linear(sizes, definitions, tiles), {}
   else:

@@ -31,6 +31,8 @@ DEVICE u32 pack(float low, float high) {
   asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
   return y;
 }
+// One of two numbers
+DEVICE float number(u32 x, int i) { x >>= i * 16; return TYPE[0] == 'b' ? __uint_as_float(x << 16) : float_of(x); }
 // The transposed 8 x 8 numbers of a warp, two in each lane
 DEVICE u32 transposed(u32 x) { PTX("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(x) :); return x; }
 // (x - bias) * scale + offset of two float16
