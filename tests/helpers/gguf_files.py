@@ -50,6 +50,16 @@ def swap_rows(x: np.ndarray, heads: int, *sizes: int) -> np.ndarray:
   return x.reshape(heads, *sizes, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
 
+def qwen35_tensor(config: dict[str, Any], name: str, x: np.ndarray) -> tuple[str, np.ndarray]:
+  """Return a tensor and its name as the converter changes them. Heads of V with the same K are not consecutive."""
+  keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+  first = 2 * keys * config["linear_key_head_dim"] if "qkv" in name or "conv1d" in name else 0   # rows of q and k
+  if "norm" in name: x = x + (".linear_attn." not in name)
+  elif "out_proj" in name: x = swap_rows(x.T, 1, keys, heads // keys, -1).T
+  elif ".linear_attn." in name: x = np.concatenate([x[:first], swap_rows(x[first:], 1, keys, heads // keys, -1)])
+  return name.replace("dt_bias", "dt_proj.bias"), -np.exp(x) if name.endswith("A_log") else x
+
+
 def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | None = None,
                merges: list[str] | None = None, specials: Iterable[str] = (), template: Any = None,
                tokenizer: str = "gpt2", kinds: dict[str, str] | None = None, tensors_per_file: int = 0,
@@ -61,7 +71,7 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | 
   first file."""
   config, weights = load(folder)
   arch = config["architectures"][0].split("For")[0].lower()
-  arch = {"mistral": "llama", "olmo3": "olmo2", "ministral3": "mistral3"}.get(arch, arch)
+  arch = {"mistral": "llama", "olmo3": "olmo2", "ministral3": "mistral3", "qwen3_5": "qwen35"}.get(arch, arch)
   config = config | config.get("text_config", {})
   heads = {"q_proj": config["num_attention_heads"]} if arch in PERMUTED else {}
   if heads: heads["k_proj"] = config.get("num_key_value_heads") or heads["q_proj"]
@@ -70,6 +80,8 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | 
     name = name.removeprefix("language_model.")
     if name.startswith(("vision", "multi")): continue
     if "gemma" in arch and name.endswith("norm.weight"): x = x + 1
+    if arch == "qwen35": name, x = qwen35_tensor(config, name, x)
+    if name.endswith(("conv.weight", "conv1d.weight")): x = x.squeeze(1)
     own[gguf_name(arch, name)] = swap_rows(x, heads[part], 2, -1) if (part := name.split(".")[-2]) in heads else x
   fields = {method: config.get(name) for name, method in FIELDS.items()}
   ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}

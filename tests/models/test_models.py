@@ -1,11 +1,14 @@
 """The architectures of models/ compared with Hugging Face's classes, whose logits and greedy ids record_models.py
 recorded in data/models. Prompts are longer than the windows and the original lengths of YaRN and LongRoPE."""
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGUFReader
 from helpers.data import read_data
 from helpers.engines import LogitsRecorder, check_logits, greedy, ids_of, prompt, tokens
+from helpers.gguf_files import write_gguf
 from helpers.models import VARIANTS, tiny_model
 from helpers.parameters import mark_slow_except, slow
 from helpers.record_models import DATA, MODELS, NUM_TOKENS, OPTIONS, make_prompts, make_weights, read, write_model
@@ -68,6 +71,17 @@ def test_model_variant_equals_reference(tmp_path, variant):
 
 
 # Checkpoints
+
+@pytest.mark.parametrize("name,record", read_data("gguf_hybrids.json").items())
+def test_gguf_of_hybrids_gives_recorded_logits(tmp_path, name, record):
+  """record: of a file by llama.cpp's convert_hf_to_gguf.py, fields, CRC-32 of the tensors in float16, and shapes of a
+  layer that drafts tokens, which is not loaded."""
+  drafts, folder = {x: np.ones(shape) for x, shape in record["drafts"].items()}, write_model(tmp_path / "hf", name)
+  path = write_gguf(tmp_path / "model.gguf", folder, metadata=record["fields"], tensors=drafts)
+  tensors = {x.name: x.data.astype(np.float16) for x in GGUFReader(path).tensors if x.name not in drafts}
+  assert {x: zlib.crc32(data.tobytes()) for x, data in tensors.items()} == record["tensors"]
+  check_recorded(LLM(path, **OPTIONS), name)
+
 
 def add_prefix(name): return f"model.{name.replace('language_model.model.', 'language_model.')}"
 

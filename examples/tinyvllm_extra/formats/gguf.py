@@ -1,7 +1,7 @@
 """Loads GGUF files (github.com/ggml-org/ggml, docs/gguf.md), which hold the config, the tokenizer and the weights.
 Quantized weights keep their values: q * scale + offset in groups of inputs."""
-import dataclasses, itertools, math, mmap, os, pathlib, struct
-from collections.abc import Sequence
+import dataclasses, itertools, math, mmap, operator, os, pathlib, struct
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,13 +18,14 @@ from .weights import FastCheckpoint, StoredTensor
 
 # Names in GGUF files and in Hugging Face's. keys: a metadata key without the architecture's prefix -> a field of
 # config.json. names: a component of a tensor's name -> Hugging Face's; own_names: of an architecture. windowed: of
-# files with a sliding window. permuted: the two rows that RoPE rotates are adjacent in the file. missing: layer_tensors
-# that an architecture lacks. end_tokens: they end a turn in files without tokenizer.ggml.eot_token_id, as in llama.cpp
-# (src/llama-vocab.cpp)
+# files with a sliding window. permuted: the two rows that RoPE rotates are adjacent in the file. missing: tensors that
+# an architecture, or some of its layers, lack. layer_types: keys of a value for each layer, 0 or not. fixed: fields of
+# config.json. partial: a part of a head may rotate. end_tokens: they end a turn in files without
+# tokenizer.ggml.eot_token_id, as in llama.cpp (src/llama-vocab.cpp)
 TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
 KEYS = TABLES["keys"]
 ARCHITECTURES = TABLES["architectures"]
-INTEGERS = {x for x in KEYS.values() if x.startswith(("hidden", "inter", "num", "head", "max", "orig", "sliding"))}
+FLOATS = {x for x in KEYS.values() if x.endswith(("_eps", "theta", "freq", "multiplier", "scaling", "softcapping"))}
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")   # in every part of a split model
 
@@ -122,15 +123,14 @@ def common_format(types: Sequence[TensorType]) -> Format | str:
 class GGUFTensor(StoredTensor):
   """A tensor in a GGUF file."""
   tensor_type: TensorType
-  row_order: np.ndarray | None = None   # order of the rows in the model, if it differs
+  convert: Callable[[np.ndarray], np.ndarray] = np.asarray   # to the model's values and order of rows
 
   nbytes = property(lambda self: math.prod(self.shape) // self.tensor_type.inputs * np.dtype(self.dtype).itemsize)
 
   def read(self) -> np.ndarray:
     """Return the tensor's values in its shape, or the blocks, (rows, blocks per row), of a quantized one."""
     shape = (*self.shape[:-1], self.shape[-1] // self.tensor_type.inputs)
-    data = np.memmap(self.path, self.dtype, "c", self.start, shape)
-    return data if self.row_order is None else data[self.row_order]
+    return self.convert(np.memmap(self.path, self.dtype, "c", self.start, shape))
 
   def read_quantized(self, target: Format) -> Quantized:
     """Return the weight in this format, with the exact values."""
@@ -218,22 +218,30 @@ def locate_tensor(path: pathlib.Path, data_start: int, file_size: int, name: str
 def read_config(path: pathlib.Path, metadata: JsonObject, tensors: dict[str, GGUFTensor]) -> JsonObject:
   """Return the content of an equivalent config.json. Raises InputError for an unsupported file."""
   arch = str(metadata.get("general.architecture"))
-  check(arch in ARCHITECTURES, f"model: {path} has architecture {arch}; supported: {', '.join(ARCHITECTURES)}")
+  check(arch in ARCHITECTURES, f"model: {path} has architecture {arch}; supported: {', '.join(ARCHITECTURES)}: use "
+        "safetensors if config.json has a supported architecture, or choose another model")
+  is_causal = metadata.get(f"{arch}.attention.causal", True)
+  check(is_causal, f"model: {path}: {arch}.attention.causal=False: choose a model that generates text")
   config = {name: metadata[f"{arch}.{key}"] for key, name in KEYS.items() if metadata.get(f"{arch}.{key}")}
-  for key in TABLES["required"]: check(KEYS[key] in config, f"model: {path} lacks {arch}.{key}")
+  heads = config.get("num_key_value_heads")   # a list has a value per layer, 0 for a convolution
+  if arch == "lfm2" and isinstance(heads, list): config["num_key_value_heads"] = max(heads)
+  required = TABLES["required"] + TABLES["own_required"].get(arch, [])
+  for key in required: check(KEYS[key] in config, f"model: {path} lacks {arch}.{key}")
   for name, value in config.items():
-    value_type = int if name in INTEGERS else float
+    value_type = float if name in FLOATS else int
     text = f"model: {path}: {name}={str(value)[:40]}"
     check(type(value) is value_type and value > 0, f"{text} must be of type {value_type.__name__} and above 0")
     if value_type is float: config[name] = float(str(np.float32(value)))   # 1e-5, not its nearest float32
+  config["num_hidden_layers"] -= config.get("mtp_num_hidden_layers", 0)   # layers that draft tokens, the last ones
+  check(config["num_hidden_layers"] > 0, f"model: {path}: {arch}.nextn_predict_layers are all of its layers")
   layers = (f"blk.{i}.{name}.weight" for i in range(config["num_hidden_layers"]) for name in TABLES["layer_tensors"]
             if name not in TABLES["missing"].get(arch, ()))
-  for name in itertools.chain(["token_embd.weight", "output_norm.weight"], layers):
+  for name in itertools.chain(["token_embd.weight", *TABLES["final_norms"].get(arch, ["output_norm.weight"])], layers):
     check(name in tensors, f"model: {path}: tensor {name} is missing")
   head_dim = config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
   for key in ("rope.dimension_count", "attention.value_length"):
     value = metadata.get(f"{arch}.{key}", head_dim)
-    is_partial = arch == "phi3" and key == "rope.dimension_count"
+    is_partial = arch in TABLES["partial"] and key == "rope.dimension_count" and value in range(2, head_dim + 1, 2)
     check(value == head_dim or is_partial, f"model: {path}: {arch}.{key}={value} must be {head_dim}, as the head size")
     if is_partial: config["partial_rotary_factor"] = value / head_dim
   if rope := read_scaling(arch, metadata, tensors): config["rope_scaling"] = rope
@@ -245,7 +253,7 @@ def read_config(path: pathlib.Path, metadata: JsonObject, tensors: dict[str, GGU
     "dtype": {"F16": "float16", "BF16": "bfloat16"}.get(tensors["token_embd.weight"].tensor_type.name),
     "vocab_size": tensors["token_embd.weight"].shape[0], "tie_word_embeddings": "output.weight" not in tensors,
     "attention_bias": "blk.0.attn_output.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-    "eos_token_id": [token for token in end_tokens if token is not None], **read_options(arch, metadata, config)}
+    "eos_token_id": [token for token in end_tokens if token is not None], **read_options(path, arch, metadata, config)}
 
 
 def read_scaling(arch: str, metadata: JsonObject, tensors: dict[str, GGUFTensor]) -> JsonObject:
@@ -263,27 +271,36 @@ def read_scaling(arch: str, metadata: JsonObject, tensors: dict[str, GGUFTensor]
   return {name: value for name, value in rope.items() if value is not None}
 
 
-def read_options(arch: str, metadata: JsonObject, config: JsonObject) -> JsonObject:
+def read_options(path: pathlib.Path, arch: str, metadata: JsonObject, config: JsonObject) -> JsonObject:
   """Return fields of an equivalent config.json that only some architectures have."""
-  pattern = metadata.get(f"{arch}.attention.sliding_window_pattern")
-  options: JsonObject = {}
-  if isinstance(pattern, list): options["layer_types"] = [["full", "sliding"][bool(x)] + "_attention" for x in pattern]
+  options: JsonObject = {"norm_eps": config["rms_norm_eps"], **TABLES["fixed"].get(arch, {})}
+  for key, kinds in TABLES["layer_types"].items():
+    values, count = metadata.get(f"{arch}.{key}"), config["num_hidden_layers"]
+    if not isinstance(values, list): continue
+    check(len(values) >= count, f"model: {path}: {arch}.{key} has {len(values)} values, but the model {count} layers")
+    options["layer_types"] = [kinds[bool(x)] for x in values[:count]]
   windowed = TABLES["windowed"].get(arch)
   if windowed and config.get("sliding_window"): options["architectures"] = [windowed]
-  if not arch.startswith("gemma"): return options
-  is_27b = config["num_hidden_layers"] in (46, 62)   # as llama.cpp does, because files lack this scale
-  size = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
-  return options | {"norm_offset": 0, "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": size}
+  if arch == "qwen35":   # heads of V with the same K are not consecutive
+    heads = options["linear_groups"] = config["linear_num_value_heads"]
+    options["linear_value_head_dim"] = config["linear_size"] // heads
+  if arch.startswith("gemma"):
+    is_27b = config["num_hidden_layers"] in (46, 62)   # as llama.cpp does, because files lack this scale
+    size = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+    options["query_pre_attn_scalar"] = size
+  return options
 
 
 def rename(path: pathlib.Path, config: JsonObject, tensors: dict[str, GGUFTensor]) -> dict[str, GGUFTensor]:
-  """Return the tensors under Hugging Face's names, with the rows of q and k in its order."""
+  """Return the tensors under Hugging Face's names and with its values, shapes, and order of the rows of q and k."""
   heads = config["num_attention_heads"]
   permuted = {"attn_q": heads, "attn_k": config.get("num_key_value_heads", heads)}   # number of heads
   names = TABLES["names"] | TABLES["own_names"].get(config["model_type"], {})
   renamed = {}
+  first = config["num_hidden_layers"]
+  unused = *ROPE_TENSORS, *[f"blk.{first + i}." for i in range(config.get("mtp_num_hidden_layers", 0))]
   for name, tensor in tensors.items():
-    if name in ROPE_TENSORS: continue
+    if name.startswith(unused): continue
     components = name.split(".")
     is_supported = len(components) > 1 and all(x in names or x.isdecimal() for x in components[:-1])
     check(is_supported, f"model: {path}: tensor {name} is not supported; supported: {', '.join(names)}")
@@ -291,7 +308,11 @@ def rename(path: pathlib.Path, config: JsonObject, tensors: dict[str, GGUFTensor
     if n:   # these rows are in different halves of a head here
       rows = n * config["head_dim"]
       check(tensor.shape[0] == rows, f"model: {path}: tensor {name} has {tensor.shape[0]} rows; expected {rows}")
-      tensor = dataclasses.replace(tensor, row_order=np.arange(rows).reshape(n, -1, 2).swapaxes(1, 2).ravel())
+      order = np.arange(rows).reshape(n, -1, 2).swapaxes(1, 2).ravel()
+      tensor = dataclasses.replace(tensor, convert=operator.itemgetter(order))
+    if components[-2] in ("conv", "ssm_conv1d"):
+      tensor = dataclasses.replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[-1]))
+    if components[-1] == "ssm_a": tensor = dataclasses.replace(tensor, convert=lambda x: np.log(-x))   # -exp(A_log)
     renamed[".".join(names.get(x, x) for x in components)] = tensor
   return renamed
 

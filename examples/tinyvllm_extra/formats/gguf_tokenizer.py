@@ -12,7 +12,8 @@ from tinyvllm_extra.text.huggingface import ChatTokenizer, wrap, wrap_sentencepi
 # Regular expressions that split text before BPE merges, by tokenizer.ggml.pre; "": GPT-2's
 SPLITS = {name: split["pattern"] for split in read_json(pathlib.Path(__file__).with_suffix(".json"))["splits"]
           for name in split["names"]}
-WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")   # words may be single tokens; prompts start with BOS
+# Words may be single tokens, and prompts start with BOS
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "lfm2", "tekken")
 TEMPLATE = "tokenizer.chat_template."   # start of the keys of named templates
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)   # sentencepiece's token types
 REQUIRED = {"gpt2": ("tokens", "merges"), "llama": ("tokens", "scores", "token_type")}   # by tokenizer.ggml.model
@@ -29,7 +30,7 @@ def byte_level(lib: types.ModuleType, config: JsonObject) -> Any:
   to_bytes = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits_as_gpt2)
   bpe.pre_tokenizer = lib.pre_tokenizers.Sequence([split, to_bytes])
   bpe.decoder = lib.decoders.ByteLevel()
-  if pre == "qwen2": bpe.normalizer = lib.normalizers.NFC()   # as Qwen's tokenizer; llama.cpp has none
+  if pre in ("qwen2", "qwen35"): bpe.normalizer = lib.normalizers.NFC()   # as Qwen's tokenizer; llama.cpp has none
   typed_tokens = zip(tokens, config.get("token_type", [NORMAL] * len(tokens)), strict=True)
   bpe.add_tokens([lib.AddedToken(token, special=token_type == CONTROL, normalized=False)
                   for token, token_type in typed_tokens if token_type in (CONTROL, USER_DEFINED)])

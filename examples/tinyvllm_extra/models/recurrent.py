@@ -14,7 +14,7 @@ from tinyvllm.config import JsonObject, ModelConfig, check
 from tinyvllm.runner import Runner, upload, zeros
 
 from .layers import LlamaVariant, Plain, VariantConfig, VariantLayer
-from .table import make_row
+from .table import TABLES, make_row
 
 SLOT, POSITION = [[*TOKENS.formats].index(name) for name in ("slot", "position")]
 COPIED = 2**16   # numbers of each layer that a copy moves together, at least one row
@@ -23,14 +23,14 @@ COPIED = 2**16   # numbers of each layer that a copy moves together, at least on
 @dataclasses.dataclass(frozen=True)
 class HybridConfig(VariantConfig):
   """A config with the kind of each layer: "full_attention", else it has a state. kernel_size, channels: of the
-  convolutions. matrices: heads, K and V of the delta rule, see delta_kernel. in_proj: rows of the mixer's inputs, by
-  name. inner_size: of its outputs."""
+  convolutions. matrices: K, or 0 for none, and outputs of the mixer, heads * V, see delta_kernel. heads: of the delta
+  rule, and groups of consecutive ones with the same q and k. in_proj: rows of the mixer's inputs, by name."""
   layer_types: tuple[str, ...] = ()
   kernel_size: int = 3
   channels: int = 0
-  matrices: tuple[int, ...] = (0,)
+  matrices: tuple[int, int] = (0, 0)
+  heads: tuple[int, int] = (0, 0)
   in_proj: JsonObject = dataclasses.field(default_factory=dict)
-  inner_size: int = 0
 
 
 def state_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
@@ -151,15 +151,16 @@ def total(count: int, a: Callable[[UOp], UOp], b: Callable[[UOp], UOp]) -> UOp:
   return (a(i) * b(i)).reduce(*i.ranges, arg=Ops.ADD)
 
 
-def delta_kernel(out: UOp, state: UOp, x: UOp, gates: UOp, tokens: UOp, K: int) -> UOp:
+def delta_kernel(out: UOp, state: UOp, x: UOp, gates: UOp, tokens: UOp, K: int, groups: int) -> UOp:
   """Apply the gated delta rule (Yang et al. 2024, arXiv:2412.06464): S *= decay, S += k (v - k S) beta, out = q S. out:
   (T, heads, V). state: (rows, ...), a row ends in S of each head, (heads, K, V), in tiles of columns. x: (T, ...), q
-  and k of key heads, then v. gates: (2, T, heads), decay and beta. tokens: (words, T)."""
+  and k of key heads, then v. gates: (2, T, heads), decay and beta. tokens: (words, T). groups: of heads. Each has the
+  next key head, and after the last one the first."""
   heads, V = out.max_shape[1:]
   loop = TokenLoop(tokens, heads * V, V)
   h, size = loop.column // V, x.max_shape[1] - heads * V   # size: of q and k
   j = UOp.range(K, 7, AxisType.LOOP)
-  def q(i: UOp, first: int = 0) -> UOp: return x[loop.now, first + h * (size // 2 // K) // heads * K + i].load().float()
+  def q(i: UOp, at: int = 0) -> UOp: return x[loop.now, at + h * groups // heads * K % (size // 2) + i].load().float()
   def k(i: UOp) -> UOp: return q(i, size // 2)
   def cell(i: UOp) -> UOp:   # row i of S, in the lane's column
     at = (loop.tile * K + i) * loop.width + loop.lane + state.max_shape[1] - heads * K * V
@@ -184,7 +185,7 @@ class HybridLayer(VariantLayer):
     if self.has_kv: return super().make_attention()
     self.in_proj = self.linear(self.backend.Linear, config.hidden_size, config.in_proj, False)
     self.conv = self.plain("conv1d.weight", config.channels, 1, config.kernel_size)
-    self.out_proj = self.linear(self.backend.Linear, config.inner_size, {"mixer.out_proj": config.hidden_size}, False)
+    self.out_proj = self.linear(self.backend.Linear, config.matrices[1], {"mixer.out_proj": config.hidden_size}, False)
 
   def plain(self, name: str, *shape: int) -> Plain: return Plain(f"{self.name}.mixer.{name}", shape, dtypes.float32)
 
@@ -194,7 +195,7 @@ class HybridLayer(VariantLayer):
     return self.out_proj(self.mix(h, cache[0], tokens).cast(h.dtype).contiguous())
 
   def mix(self, h: Tensor, state: Tensor, tokens: Tensor) -> Tensor:
-    """Return a short convolution with two gates (LFM2), (T, inner_size), C * conv(B * x), for normed h, (T, hidden)."""
+    """Return a short convolution with two gates (LFM2), (T, hidden), C * conv(B * x), for normed h, (T, hidden)."""
     b, c, x = self.in_proj(h).chunk(3, 1)                               # (T, hidden) each
     return c * causal_conv((b.float() * x).contiguous(), state, self.conv.weight, tokens)
 
@@ -204,21 +205,21 @@ class DeltaRuleLayer(HybridLayer):
   def make_attention(self) -> None:
     super().make_attention()
     if self.has_kv: return
-    heads, _, V = self.config.matrices
+    heads = self.config.heads[0]
     rows = {"mixer.in_proj_b": heads, "mixer.in_proj_a": heads}
     self.in_proj_ba = self.linear(self.backend.Linear, self.config.hidden_size, rows, False)
     self.dt_bias, self.a_log = [self.plain(name, heads) for name in ("dt_bias", "A_log")]
-    self.gated_norm = self.norm("mixer.gated", V)
+    self.gated_norm = self.norm("mixer.gated", self.config.matrices[1] // heads)
 
   def mix(self, h: Tensor, state: Tensor, tokens: Tensor) -> Tensor:
     """Return RMSNorm(S q) * silu(z), see delta_kernel."""
-    heads, K, V = self.config.matrices
-    x, z = self.in_proj(h).split([self.config.channels, heads * V], 1)
+    (K, size), (heads, groups) = self.config.matrices, self.config.heads
+    x, z = self.in_proj(h).split([self.config.channels, size], 1)
     x = causal_conv(x.contiguous(), state, self.conv.weight, tokens).silu().contiguous()   # (T, channels)
     b, a = self.in_proj_ba(h, dtype=dtypes.float32).chunk(2, 1)         # (T, heads) each
-    decay = (-self.a_log.weight.exp() * (a + self.dt_bias.weight).softplus()).exp()
-    out = Tensor.empty(h.shape[0], heads, V, dtype=dtypes.float32).custom_kernel(
-      state, x, decay.stack(b.sigmoid()).contiguous(), tokens, fxn=functools.partial(delta_kernel, K=K))[0]
+    gates = (-self.a_log.weight.exp() * (a + self.dt_bias.weight).softplus()).exp().stack(b.sigmoid()).contiguous()
+    out = Tensor.empty(h.shape[0], heads, size // heads, dtype=dtypes.float32).custom_kernel(
+      state, x, gates, tokens, fxn=functools.partial(delta_kernel, K=K, groups=groups))[0]
     return self.gated_norm(out).flatten(1) * z.float().silu()
 
 
@@ -243,7 +244,7 @@ def lfm2(hf: JsonObject) -> JsonObject:
   size: int = hf.get("block_ff_dim") or hf["intermediate_size"]
   if hf["block_auto_adjust_ff_dim"]:
     size = -(-int(int(2 * size / 3) * hf["block_ffn_dim_multiplier"]) // multiple) * multiple
-  return {"layer_types": tuple(types), "kernel_size": hf["conv_L_cache"], "channels": hidden, "inner_size": hidden,
+  return {"layer_types": tuple(types), "kernel_size": hf["conv_L_cache"], "channels": hidden, "matrices": (0, hidden),
           "in_proj": {"mixer.in_proj": 3 * hidden}, "qk_norm": "head", "rms_norm_eps": hf["norm_eps"],
           "intermediate_size": size, "tie_word_embeddings": hf.get("tie_embedding", hf["tie_word_embeddings"])}
 
@@ -251,10 +252,10 @@ def lfm2(hf: JsonObject) -> JsonObject:
 def qwen3_5(hf: JsonObject) -> JsonObject:
   interval, layers = hf["full_attention_interval"], range(hf["num_hidden_layers"])
   types = hf.get("layer_types") or ["linear_attention" if (i + 1) % interval else "full_attention" for i in layers]
-  heads, K, V = hf["linear_num_value_heads"], hf["linear_key_head_dim"], hf["linear_value_head_dim"]
-  channels = 2 * hf["linear_num_key_heads"] * K + heads * V   # q, k and v
-  return {"layer_types": tuple(types), "kernel_size": hf["linear_conv_kernel_dim"], "matrices": (heads, K, V),
-          "channels": channels, "inner_size": heads * V, "norm_offset": 1, "qk_norm": "head",
+  kernel_size, keys, heads, K, V = [hf[name] for name in TABLES["Qwen3.5's sizes"]]
+  channels = 2 * keys * K + heads * V   # q, k and v
+  return {"layer_types": tuple(types), "kernel_size": kernel_size, "norm_offset": hf["norm_offset"], "qk_norm": "head",
+          "matrices": (K, heads * V), "heads": (heads, hf["linear_groups"] or keys), "channels": channels,
           "in_proj": {"mixer.in_proj_qkv": channels, "mixer.in_proj_z": heads * V}, "has_gate": hf["attn_output_gate"]}
 
 
