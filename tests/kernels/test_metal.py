@@ -28,7 +28,7 @@ def test_all_kernels_are_within_limits_and_parse(kernels, print_at_end):
 
 def test_kernels_cover_all_parts_of_the_engine(kernels):
   names, text = {kernel.name for kernel in kernels}, "".join(kernel.source for kernel in kernels)
-  assert {"linear", "rms_norm", "attend", "rope_and_write", "rows", "scatter", "adjust_logits"} <= names
+  assert {"linear", "rms_norm", "attend", "rope_and_write", "scatter", "adjust_logits"} <= names
   for word in ("half4", "float4", "simdgroup_multiply_accumulate", "threadgroup_barrier", "log2"): assert word in text
   assert len(kernels) > 100
 
