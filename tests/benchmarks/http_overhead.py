@@ -8,8 +8,8 @@ the server works. Prompts are random ids, and each answer has --output-len token
 (b) --streams requests at once: output tokens/s over HTTP divided by those of LLM.generate.
 
 `tinyvllm bench serve` measures a running server. The client runs here; the server is another process. On few cores they
-compete, so the client's CPU usage is printed. The client is one thread that counts events. With --threads it is the one
-of `bench serve`: a thread per request, which reads all JSON."""
+compete, so the client's CPU usage is printed. The client is one thread that counts events. With --threads it is
+the client of `bench serve`: a thread per request, which reads all JSON."""
 import argparse
 import json
 import os

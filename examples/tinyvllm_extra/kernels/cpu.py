@@ -13,7 +13,7 @@ from tinygrad.uop.ops import Ops
 
 # Read from Linux; False on other systems
 AVX512 = os.path.exists("/proc/cpuinfo") and "avx512f" in pathlib.Path("/proc/cpuinfo").read_text()
-SUMS = 8 if AVX512 else 4   # of 16 float32 that fit a CPU's registers: more would spill, fewer wait for latency
+SUMS = 8 if AVX512 else 4   # vectors of 16 sums in a CPU's registers: more would spill, fewer wait for latency
 MAX_ARGUMENTS = 24   # passed to every kernel, which ignores the surplus
 CHUNK = 2**25    # bytes requested from the system at once
 CAPTURES = "tinyvllm-capture"   # name of the thread that captures steps in advance
@@ -127,5 +127,3 @@ def allocate(self: CPUAllocator, size: int, options: device.BufferSpec,
   buffer = plain(self, size, dataclasses.replace(options, external_ptr=helpers.mv_address(chunk) + start))
   buffer.meta = chunk   # keeps the chunk alive
   return buffer
-
-

@@ -1,5 +1,5 @@
-// total = x + delta, where delta is the sum of PARTS matrices, and its RMS norm: a work group per row, 8 neighbours per
-// thread, in registers.
+// total = x + delta, where delta is the sum of PARTS matrices, and out = its RMS norm. x, total, out: (T, K). delta:
+// (PARTS * T, K). weight: (K,). A work group has a row, and each of its K / 8 threads 8 neighbours in registers.
 #define PACKED(y) make_uint4(pack(y[0], y[1]), pack(y[2], y[3]), pack(y[4], y[5]), pack(y[6], y[7]))
 DEVICE void add_numbers(float* y, const char* from, size_t chunk) {
   const uint4 numbers = ((const uint4*)from)[chunk];

@@ -32,7 +32,7 @@ def stack(tensors: Sequence[Tensor]) -> Tensor:
 def local_ids(ids: Tensor, num_rows: int) -> Tensor:
   """Return the index of each id's row in each device's embeddings, num_rows or more for no row. ids: (T,)."""
   if isinstance(ids.device, tuple):
-    ids -= Tensor(UOp.range(len(ids.device), -1, AxisType.DEVICE)).cast(ids.dtype) * num_rows
+    ids = ids - Tensor(UOp.range(len(ids.device), -1, AxisType.DEVICE)).cast(ids.dtype) * num_rows   # not in place
   return (ids < 0).where(num_rows, ids)
 
 

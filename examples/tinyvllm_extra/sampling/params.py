@@ -93,7 +93,7 @@ class Processor:
     self.constraint = structured and structured.constraint(tokenizer, model.vocab_size, model.eos_token_ids)
     self.has_penalty = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
     self.depends_on_output = bool(self.has_penalty or self.bad_words or self.constraint)
-    self.rows = {i: (i, x, 1.0, 0.0) for i, x in (params.logit_bias or {}).items()}   # of `adjustments`, by token id
+    self.rows = {i: (i, x, 1.0, 0.0) for i, x in (params.logit_bias or {}).items()}   # by token id, see adjustments
     self.counts = collections.Counter[int]()   # output tokens
     self.num_read = 0   # tokens of the sequence in `rows` and `counts`
 
@@ -106,7 +106,7 @@ class Processor:
               if seq.tokens[max(seq.num_prompt, len(seq.tokens) - len(word) + 1):] == word[:-1]}
     if position < seq.num_prompt + p.min_tokens: banned |= seq.stop_ids
     if p.allowed_token_ids and banned.issuperset(p.allowed_token_ids): banned.clear()   # else no token would be left
-    new = seq.tokens[self.num_read:] if self.has_penalty else []   # a step takes no time for older tokens
+    new = seq.tokens[self.num_read:] if self.has_penalty else []   # older tokens are in `rows` already
     self.counts.update(seq.tokens[max(self.num_read, seq.num_prompt):] if new else [])
     for i in new if p.repetition_penalty != 1 else self.counts.keys() & new:
       penalty = self.counts[i] * p.frequency_penalty + bool(self.counts[i]) * p.presence_penalty
