@@ -1,19 +1,15 @@
-"""Captures steps as graphs at startup, so that no request waits for a capture, and limits steps with prompts to a
-captured size that they fill, and that sequences which decode do not wait long for."""
-import collections, dataclasses, gc, itertools, time
+"""Captures steps as graphs at startup, so that no request waits for a capture."""
+import dataclasses, gc, itertools, time
 from collections.abc import Collection, Iterator
 
 from tinyvllm.backend import exclusive, renderer
-from tinyvllm.config import EngineConfig, check, logger
+from tinyvllm.config import check, logger
 from tinyvllm.engine import Engine
-from tinyvllm.request import SamplerMode, Sequence
+from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, Runner, build_step, next_power_of_two
-from tinyvllm.scheduler import BlockManager
 
-from .cache.snapshots import SnapshotScheduler
 from .graph_policy import PROMPT, PaddedGraphs, sizes_of
 from .kernels.kernel_cache import KernelFolder
-from .options import LLMConfig
 
 FIRST_SIZE = 32   # minimum tokens of the step that is captured first, which runs short prompts and decodes
 Variant = tuple[SamplerMode, object]   # a graph's sampler, and its LogitsPlan or None
@@ -21,7 +17,7 @@ Variant = tuple[SamplerMode, object]   # a graph's sampler, and its LogitsPlan o
 
 def usual_sizes(runner: Runner) -> list[int]:
   """Return the step sizes in tokens to capture on this device. Tensor cores compute 8 tokens in the time of 2. Steps
-  with more tokens than sequences have prompts, which PacedScheduler splits by size."""
+  with more tokens than sequences have prompts, which MeteredScheduler splits by size."""
   largest = next_power_of_two(runner.config.max_num_batched_tokens or 0)   # the engine has set it
   sizes = [1 << i for i in range(largest.bit_length())]
   if not renderer().tensor_cores: return sizes
@@ -61,53 +57,3 @@ def capture(engine: Engine, sizes: list[int], variants: Collection[Variant]) -> 
     gc.unfreeze()
   logger.info(f"captured {len(steps)} steps in {time.perf_counter() - started:.1f} s, "
               f"{KernelFolder.compiled - num_kernels} new kernels")
-
-
-class PacedScheduler(SnapshotScheduler):
-  """A Scheduler whose steps fill captured ones. While sequences decode, a step has at most half of the default of GPUs,
-  8 PROMPT tokens (or two per sequence), and one of more than PROMPT tokens takes about max_pause seconds at most.
-
-  sizes: tokens of the captured steps, sorted; empty: no limits. seconds: time of the last step of each size."""
-  config: LLMConfig
-
-  def __init__(self, config: EngineConfig, blocks: BlockManager):
-    super().__init__(config, blocks)
-    self.sizes: list[int] = []
-    self.seconds: dict[int, float] = {}
-    self.launches = collections.deque[tuple[int, float]](maxlen=2)   # tokens and time of the steps in flight
-    self.updated = 0.0   # when the last step ended
-
-  def schedule(self, budget: int = 0) -> dict[Sequence, int]:
-    budget = budget or self.config.max_num_batched_tokens or 0   # the engine has set it
-    return super().schedule(self.limit(budget) if self.sizes else budget)
-
-  def limit(self, budget: int) -> int:
-    """Return the maximum number of tokens of the next step, up to `budget`."""
-    remaining = [seq.num_remaining for seq in self.running if not seq.reached_max_len]
-    free_slots = self.config.max_num_seqs - len(self.running)
-    total = sum(remaining) + sum(len(seq.tokens) for seq in itertools.islice(self.waiting, free_slots))
-    num_decodes = remaining.count(1)
-    if num_decodes and budget == 16 * PROMPT: budget = max(8 * PROMPT, 2 * num_decodes)   # more tokens hardly gain
-    sizes = [*[size for size in self.sizes if max(PROMPT, num_decodes + 1) <= size < budget], budget]
-    fits = [size for size in sizes if size <= total]
-    # A padded step takes as long as a full one, and that as long as about three full ones of a fourth of its size
-    if len(fits) < len(sizes) and (not fits or total >= 3 * fits[-1]): fits.append(sizes[len(fits)])
-    while num_decodes and len(fits) > 1 and self.seconds.get(fits[-1], 0) > self.config.max_pause:
-      self.seconds[fits.pop()] *= 0.999   # until the size is measured again
-    return fits[-1]
-
-  def start_step(self, batch: dict[Sequence, int], num_behind: int = 0) -> None:
-    super().start_step(batch, num_behind)
-    self.launches.append((sum(batch.values()), time.monotonic()))
-
-  def update(self, computed: dict[Sequence, range], sampled: dict[Sequence, int]) -> None:
-    now, size = time.monotonic(), sum(map(len, computed.values()))
-    for launch in [launch for launch in self.launches if launch[0] == size][:1]:   # not of a further draft token
-      self.seconds[size] = now - max(self.updated, launch[1])
-      self.launches.remove(launch)
-    self.updated = now
-    super().update(computed, sampled)
-
-  def reset(self, unfinished: list[Sequence]) -> None:
-    super().reset(unfinished)
-    self.launches.clear()

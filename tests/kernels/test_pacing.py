@@ -2,8 +2,8 @@
 import pytest
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.scheduler import BlockManager
+from tinyvllm_extra import engine_metrics
 from tinyvllm_extra.engine_metrics import MeteredScheduler
-from tinyvllm_extra import captures
 from tinyvllm_extra.options import LLMConfig
 
 
@@ -52,11 +52,11 @@ def test_steps_are_smaller_while_sequences_decode_until_they_are_fast_enough():
 def test_time_of_a_step_begins_at_its_launch_or_when_the_step_before_ended(monkeypatch):
   clock = iter([1.0, 1.5, 3.0, 4.0, 9.0, 10.0, 10.5]).__next__
   scheduler = scheduler_of([], [])
-  monkeypatch.setattr(captures.SnapshotScheduler, "start_step", lambda *_: None)
-  monkeypatch.setattr(captures.SnapshotScheduler, "update", lambda *_: None)
-  monkeypatch.setattr(captures, "time", type("Clock", (), {"monotonic": staticmethod(clock)}))
-  def launch(tokens): captures.PacedScheduler.start_step(scheduler, {"a": tokens - 1, "b": 1})
-  def end(tokens): captures.PacedScheduler.update(scheduler, {"a": range(tokens - 1), "b": range(1)}, {})
+  monkeypatch.setattr(engine_metrics.SnapshotScheduler, "start_step", lambda *_: None)
+  monkeypatch.setattr(engine_metrics.SnapshotScheduler, "update", lambda *_: None)
+  monkeypatch.setattr(engine_metrics, "time", type("Clock", (), {"monotonic": staticmethod(clock)}))
+  def launch(tokens): scheduler.start_step({"a": tokens - 1, "b": 1})
+  def end(tokens): scheduler.update({"a": range(tokens - 1), "b": range(1)}, {})
   launch(128)     # at 1.0
   launch(512)     # at 1.5, while the first one runs
   end(128)        # at 3.0
