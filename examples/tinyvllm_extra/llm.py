@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyvllm.backend import Backend, Devices, exclusive
 from tinyvllm.config import InputError, JsonObject, check, logger, option, read_json
-from tinyvllm.engine import Engine, Params, Parts, Prompt, Request
-from tinyvllm.request import RequestOutput
+from tinyvllm.engine import Engine, Params, Parts, Prompt, Request, RequestOutput
 
 from . import captures, engine_metrics, kernels
 from .cache import prefix_cache, snapshots
@@ -41,7 +40,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     open_devices=lambda config: parallel.open_devices(config) if config.tensor_parallel_size > 1 else Devices(),
     open_checkpoint=lambda path, config: hub.open_checkpoint(path, config.quantization, config.activation_quantization),
     find_model=lambda hf_config, path, config: choose_model(hf_config, path, config.runner),
-    params_class=SamplingParams, scheduler_class=engine_metrics.MeteredScheduler, logits=logits.ProcessedLogits(),
+    params_class=SamplingParams, scheduler_class=engine_metrics.MeteredScheduler, logits=logits,
     open_proposer=snapshots.open_proposer)
   config: LLMConfig
   scheduler: engine_metrics.MeteredScheduler

@@ -84,9 +84,10 @@ def test_bench_serve_prints_metrics_of_the_answers_under_names_of_vllm(monkeypat
 @pytest.mark.parametrize("error", [ConnectionResetError("reset"), http.client.IncompleteRead(b"")])
 def test_bench_serve_prints_the_end_of_a_server_in_one_line(monkeypatch, error):
   response = MagicMock()
+  response.__enter__.return_value.closed = False
   response.__enter__.return_value.read1.side_effect = [b": the first line", error]
   monkeypatch.setattr("urllib.request.urlopen", lambda _: response)
-  assert f"no connection to a server: {error}" in error_line(run_command("bench", "serve"))
+  assert f"no connection to a server: {error}" in error_line(run_command("bench", "serve", "--num-prompts", 1))
 
 
 @pytest.mark.parametrize("arguments,message", COMMANDS["bench errors"])

@@ -4,8 +4,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import NamedTuple
 
 from tinyvllm.config import Options, check, option
-from tinyvllm.engine import Engine, Prompt
-from tinyvllm.request import RequestOutput
+from tinyvllm.engine import Engine, Prompt, RequestOutput
 from tinyvllm_extra.options import check_no_lora
 
 from .params import Logprob, SamplingParams

@@ -83,14 +83,6 @@ class HiddenStatesPlan(LogitsPlan):
     for row, hidden in zip(results.step.rows, *results.logprobs, strict=False): row.seq.logprobs[row.position] = hidden
 
 
-class ProcessedLogits:
-  """Implements the core's seam Logits for all LogitsProcessors."""
-  def batch(self, rows: list[Row], runner: Runner) -> "LogitsBatch": return LogitsBatch(rows, runner)
-
-  def record(self, results: Results, tokenizer: ChatTokenizer) -> None:
-    if results.logprobs: results.step.key.plan.record(results, tokenizer)
-
-
 def graph_variants(model: Llama, optional: bool) -> list[tuple[SamplerMode, LogitsPlan | None]]:
   """Return sampler and plan of the graphs to capture at startup; with `optional` the graphs for optional features."""
   plan = LogitsPlan(model.vocab_size, True, 128, True)
@@ -118,6 +110,15 @@ class LogitsBatch:
     size = 16 * 8 ** -(-((len(self.adjustments) - 1) // 16).bit_length() // 3) if len(self.adjustments) else 0
     plan_class = HiddenStatesPlan if isinstance(runner.model, Embedder) else LogitsPlan
     self.plan = plan_class(runner.model.vocab_size, bool(counts), size, bool(self.bitmasks), has_all)
+
+
+# This module implements the core's seam Logits for all LogitsProcessors
+
+batch = LogitsBatch
+
+
+def record(results: Results, tokenizer: ChatTokenizer) -> None:
+  if results.logprobs: results.step.key.plan.record(results, tokenizer)
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 """A client for a running server, without packages of extras."""
-import http.client, json, urllib.error, urllib.request
+import http.client, io, json, urllib.error, urllib.request
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -34,18 +34,11 @@ class Remote:
       raise InputError(f"url={self.url}: no connection to a server: {getattr(error, 'reason', error)}") from error
 
 
-def read_lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
-  """Yield a response's lines, with one read for all lines that have arrived. The response's readline is slow."""
-  rest = b""
-  while data := response.read1():
-    *lines, rest = (rest + data).split(b"\n")
-    yield from lines
-
-
 def read_outputs(response: http.client.HTTPResponse) -> Iterator[SimpleNamespace]:
   """Yield the outputs in a response's lines. See generate_stream."""
   finish_reason = None
-  for event in (json.loads(line[6:]) for line in read_lines(response) if line.startswith(b"data: {")):
+  lines = io.TextIOWrapper(response, "utf-8")   # reads all lines that have arrived at once
+  for event in (json.loads(line[6:]) for line in lines if line.startswith("data: {")):
     if "error" in event: raise RuntimeError(event["error"]["message"])
     for choice in event["choices"]:   # a delta of reasoning or of a tool call has no content
       finish_reason = choice.get("finish_reason")
