@@ -200,13 +200,11 @@ class AsyncLLM:
     """Run requests from `llm.make_request`; yield the outputs since the last yield, with each request's index. Closing
     the generator ends all requests, unless the close is cancelled, too. on_end: called with each request when it ends
     for any reason."""
-    received: list[tuple[Request, Delta]] = []   # not yielded yet
-    arrival = asyncio.Event()
+    arrived = asyncio.Queue[tuple[Request, Delta]]()   # not yielded yet
     unfinished = set(requests)
 
     def receive(request: Request, deltas: list[Delta], last: bool) -> None:
-      received.extend((request, delta) for delta in deltas)
-      arrival.set()
+      for delta in deltas: arrived.put_nowait((request, delta))
       if not last: return
       unfinished.remove(request)
       on_end(request)
@@ -214,19 +212,16 @@ class AsyncLLM:
     reader = Reader(asyncio.get_running_loop(), receive)
     for request in requests: self._driver.post(functools.partial(self._driver.add, request, reader))
     try:
-      while unfinished or received:
-        await arrival.wait()
-        arrival.clear()
+      while unfinished or not arrived.empty():
+        received = [await arrived.get()]
+        while not arrived.empty(): received.append(arrived.get_nowait())
         outputs = [(requests.index(request), delta) for request, delta in received if not isinstance(delta, Exception)]
         errors = [delta for _, delta in received if isinstance(delta, Exception)]
-        received.clear()
         if outputs: yield outputs
         for error in errors: raise error
     finally:
       for request in unfinished: self._driver.post(functools.partial(self._driver.end, request))
-      while unfinished:
-        arrival.clear()
-        await arrival.wait()
+      while unfinished: await arrived.get()
 
   def abort(self, request_id: str) -> None:
     """End a request in any state with finish_reason "abort". Any thread may call this."""

@@ -1,6 +1,6 @@
 """Tokenizers with special tokens, from sentencepiece's tokenizer.model or Hugging Face's tokenizer.json (tokenizers),
 and chat templates (jinja2)."""
-import dataclasses, itertools, math, pathlib, re
+import dataclasses, functools, itertools, math, pathlib, re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -98,8 +98,7 @@ class ChatTokenizer(tokenizer.Tokenizer):
   def render_conversation(self, messages: list[JsonObject], **options: Any) -> str:
     """Like apply_chat_template, but in a form of the conversation that the template accepts."""
     source = self.template(bool(options.get("tools")), options.get("chat_template")) or ""
-    def apply(form: list[JsonObject]) -> str: return self.apply_chat_template(form, **options)
-    return chat_template.render_conversation(messages, source, apply)
+    return chat_template.render_conversation(messages, source, functools.partial(self.apply_chat_template, **options))
 
   def encode_chat(self, messages: list[JsonObject], template: JsonObject | None = None,
                   **unknown: object) -> tuple[str, list[int]]:
