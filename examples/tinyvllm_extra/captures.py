@@ -12,7 +12,6 @@ from .graph_policy import PROMPT, PaddedGraphs, sizes_of
 from .kernels.kernel_cache import KernelFolder
 
 FIRST_SIZE = 32   # minimum tokens of the step that is captured first, which runs short prompts and decodes
-Variant = tuple[SamplerMode, object]   # a graph's sampler, and its LogitsPlan or None
 
 
 def usual_sizes(runner: Runner) -> list[int]:
@@ -32,10 +31,10 @@ def sizes_to_capture(engine: Engine, sizes: list[int] | None) -> list[int]:
   return [] if engine.config.enforce_eager else sorted(sizes or usual_sizes(engine.runner))
 
 
-def capture(engine: Engine, sizes: list[int], variants: Collection[Variant]) -> Iterator[str]:
-  """Capture a step of each size and variant, and pad later steps to them. Before each capture, yields its progress, or
-  "" once the captured graphs can run all steps. Then another thread may run steps, which have fewer tokens until all
-  sizes are captured."""
+def capture(engine: Engine, sizes: list[int], variants: Collection[tuple[SamplerMode, object]]) -> Iterator[str]:
+  """Capture a step of each size and variant, a sampler with its LogitsPlan or None, and pad later steps to them. Before
+  each capture, yields its progress, or "" once the captured graphs can run all steps. Then another thread may run
+  steps, which have fewer tokens until all sizes are captured."""
   started = time.perf_counter()
   num_kernels = KernelFolder.compiled
   if isinstance(engine.backend.graphs, PaddedGraphs): engine.backend.graphs.capture_sizes = sizes

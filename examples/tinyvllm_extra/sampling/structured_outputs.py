@@ -54,7 +54,6 @@ class StructuredOutputsParams:
     check(len(text) <= MAX_SIZE, f"structured_outputs: {name} has {len(text)} characters: use at most {MAX_SIZE}")
     vocabulary = load_vocabulary(tokenizer, vocab_size, eos_token_ids)
     try: matcher = library.LLMatcher(vocabulary, self.compile(library, name, text, tokenizer), log_level=0)
-    except InputError: raise
     except (ValueError, AssertionError) as e: raise InputError(f"structured_outputs: {name}: {e}") from e
     except (TypeError, AttributeError, KeyError, RecursionError) as e:
       raise InputError(f"structured_outputs: {name} has a wrong structure: {e!r}") from e
@@ -98,8 +97,7 @@ def tag_grammar(library: ModuleType, tag: JsonObject, tokenizer: ChatTokenizer) 
   triggers = form.get("triggers", [])
   format_types = {form["type"], *(x["content"]["type"] for x in form.get("tags", []))}
   unsupported = ", ".join(map(str, format_types - {"triggered_tags", "json_schema"}))
-  check(not unsupported,
-        f"structured_outputs: structural_tag: {unsupported} is not supported, only triggered_tags with json_schema")
+  check(not unsupported, f"{unsupported} is not supported, only triggered_tags with json_schema")
   def trigger_of(begin: str) -> str: return next((x for x in triggers if x and begin.startswith(x)), "")
   tags = [library.StructTag(trigger=trigger_of(x["begin"]), begin=x["begin"], grammar=x["content"]["json_schema"],
                             end=x["end"]) for x in form["tags"]]

@@ -21,7 +21,7 @@ from .answers import num_tokens
 from .async_engine import AsyncLLM
 from .capture_thread import CAPTURING
 from .chat_page import chat_page
-from .errors import EXCEPTION_HANDLERS, ErrorJSON
+from .errors import ErrorJSON, RequestValidationError, StarletteHTTPException, explain
 from .generation import EVENT_STREAM, SERVED, Serving
 from .prometheus import log_throughput
 from .protocol import AnthropicErrorResponse, ErrorResponse, encode_prompts, unknown_fields
@@ -156,8 +156,9 @@ class Server(uvicorn.Server):
 
   def routes(self) -> fastapi.FastAPI:
     error: JsonObject = {"model": ErrorResponse}
-    app = fastapi.FastAPI(title="tinyvllm", version=__version__, exception_handlers=EXCEPTION_HANDLERS, docs_url=None,
-                          redoc_url=None, responses={"4XX": error, "5XX": error})
+    app = fastapi.FastAPI(title="tinyvllm", version=__version__, docs_url=None, redoc_url=None,
+                          responses={"4XX": error, "5XX": error})
+    for kind in (StarletteHTTPException, RequestValidationError, Exception): app.exception_handler(kind)(explain)
     serving = self.serving
     pooling = Pooling(serving)
     reads: Routes = {"/health": self.health, "/ping": self.health, "/load": serving.load, "/version": self.version,

@@ -20,15 +20,14 @@ class Remote:
     """Run LLM.generate_stream on the server, for a str, token ids or {"messages": [...]}. sampling: fields of
     SamplingParams. Each output has outputs[0].text; the last one also has the finish_reason and the numbers of tokens.
     Raises InputError if the server rejects the request or does not respond, RuntimeError if a step fails there."""
-    chat = isinstance(prompt, dict)
-    body = {**(prompt if isinstance(prompt, dict) else {"prompt": prompt}), **sampling, "model": self.flags["model"],
-            "stream": True, "stream_options": {"include_usage": True}}
+    route, source = ("chat/completions", prompt) if isinstance(prompt, dict) else ("completions", {"prompt": prompt})
+    body = {**source, **sampling, "model": self.flags["model"], "stream": True,
+            "stream_options": {"include_usage": True}}
     headers: JsonObject = {"Content-Type": "application/json",
                            "Authorization": f"Bearer {self.flags['api_key']}".encode()}   # not always Latin-1
-    url = f"{self.url}/v1/{'chat/' if chat else ''}completions"
+    request = urllib.request.Request(f"{self.url}/v1/{route}", json.dumps(body).encode(), headers)
     try:
-      with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as response:
-        yield from read_outputs(response)
+      with urllib.request.urlopen(request) as response: yield from read_outputs(response)
     except urllib.error.HTTPError as error: raise InputError(f"{self.url}: {message_of(error)}") from error
     except (OSError, http.client.HTTPException) as error:
       raise InputError(f"url={self.url}: no connection to a server: {getattr(error, 'reason', error)}") from error

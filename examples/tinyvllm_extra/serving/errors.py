@@ -1,7 +1,6 @@
 """Error responses in OpenAI's format, or in Anthropic's for /v1/messages, and the handlers of exceptions in routes."""
 import http, json, pathlib
 from collections.abc import Mapping
-from typing import Any
 
 import fastapi
 from fastapi.exceptions import RequestValidationError, StarletteHTTPException
@@ -93,7 +92,3 @@ def internal_error(error: Exception) -> JsonObject:
   """Log an exception's traceback, unless the engine thread has done so. Return the body for HTTP 500."""
   if not isinstance(error, StepError): logger.error("internal error", exc_info=error)
   return error_body(500, str(error) or repr(error))
-
-
-EXCEPTION_HANDLERS: dict[int | type[Exception], Any] = dict.fromkeys(
-  (StarletteHTTPException, RequestValidationError, Exception), explain)

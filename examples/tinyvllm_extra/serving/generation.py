@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar, cast
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from tinyvllm import CompletionOutput, RequestOutput, SamplingParams
-from tinyvllm.config import JsonObject, check
+from tinyvllm.config import JsonObject, check, check_ids
 from tinyvllm_extra.llm import LLM
 from tinyvllm_extra.text.parsers import OutputFormat, find_format
 
@@ -87,8 +87,7 @@ class Serving:
 
   async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
     self.check_model(body.model or None)
-    size = self.engine.model_config.vocab_size
-    check(all(0 <= i < size for i in body.tokens), f"tokens: each id must be between 0 and {size - 1}")
+    check_ids(self.engine.model_config.vocab_size, tokens=body.tokens)
     return {"prompt": await asyncio.to_thread(self.engine.tokenizer.decode, body.tokens, False)}
 
   async def generate(self, body: CompletionRequest) -> Response: return await self.answer(body, GenerateBuilder)
