@@ -18,7 +18,7 @@ from tinyvllm import LLM
 from tinyvllm.backend import cpu_cores
 from tinyvllm_extra import programs
 from tinyvllm_extra.kernels import cpu, prepare_device
-from tinyvllm_extra.serving.capture_thread import CaptureThread
+from tinyvllm_extra.serving.async_engine import CaptureThread
 from tinyvllm_extra.kernels.matmul import FastLinear
 from tinyvllm_extra.models.storage_order import reorder
 

@@ -146,7 +146,7 @@ from tinygrad import Context
 from tinygrad.engine import realize
 from tinyvllm import LLM
 from tinyvllm_extra.kernels import kernel_cache, layer_calls
-from tinyvllm_extra.serving import capture_thread
+from tinyvllm_extra.serving import async_engine
 llm = LLM()
 realize.lower_and_compile.path = pathlib.Path(sys.argv[1])
 started = threading.Event()
@@ -160,7 +160,7 @@ if sys.argv[2] == "do_to_program":
   lower = kernel_cache.do_to_program
   kernel_cache.do_to_program = Context(ALLOW_DEVICE_USAGE=0)(slow(lower))
 else: layer_calls.call_layer.fxn = slow(layer_calls.call_layer.fxn)
-capture_thread.CaptureThread(llm.capture())
+async_engine.CaptureThread(llm.capture())
 started.wait()
 """, tmp_path, function)
   assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr

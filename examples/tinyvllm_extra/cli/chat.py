@@ -21,7 +21,7 @@ Output = RequestOutput | SimpleNamespace   # an LLM's or a Remote's
 @functools.cache
 def capture_steps(llm: "tinyvllm.LLM") -> threading.Event:
   """Start to capture steps. Return the event after which requests run without captures."""
-  from tinyvllm_extra.serving.capture_thread import CAPTURING, CaptureThread   # tinygrad, which Remote does not need
+  from tinyvllm_extra.serving.async_engine import CAPTURING, CaptureThread   # tinygrad, which Remote does not need
   logger.info(CAPTURING)
   return CaptureThread(llm.capture(llm.config.cudagraph_capture_sizes)).ready
 

@@ -18,8 +18,7 @@ from tinyvllm_extra.pooling.pooling_routes import Pooling
 
 from .agents import MessagesBuilder, MessagesRequest, ResponsesBuilder, ResponsesRequest
 from .answers import num_tokens
-from .async_engine import AsyncLLM
-from .capture_thread import CAPTURING
+from .async_engine import CAPTURING, AsyncLLM
 from .chat_page import chat_page
 from .errors import ErrorJSON, RequestValidationError, StarletteHTTPException, explain
 from .generation import EVENT_STREAM, SERVED, Serving

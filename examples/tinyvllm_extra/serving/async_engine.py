@@ -1,21 +1,25 @@
 """An asyncio engine. One thread owns the engine; other threads put calls into its inbox, so no lock is needed. A
-reader receives its requests' output in order, and the end of each request exactly once."""
-import asyncio, collections, contextlib, functools, logging, pathlib, queue, threading, time, uuid, weakref
+reader receives its requests' output in order, and the end of each request exactly once. A second thread captures steps
+while a server or a chat already answers."""
+import asyncio, atexit, collections, contextlib, functools, logging, os, pathlib, queue, sys, threading, time, uuid
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tinygrad import Device
+
 from tinyvllm.backend import cpu_cores
 from tinyvllm.config import logger, option
 from tinyvllm.engine import Params, Prompt, Request, RequestOutput
+from tinyvllm_extra.kernels.cpu import CAPTURES
 from tinyvllm_extra.llm import LLM, LLMArguments
 from tinyvllm_extra.options import takes
-
-from .capture_thread import CaptureThread
 
 Delta = RequestOutput | Exception      # a request's new text and tokens, or the error that ended it
 IndexedOutput = tuple[int, RequestOutput]   # index of the request, its new text and tokens
 CAPTURE_SECONDS = 5.0   # maximum time that a shutdown waits for a capture on a CPU
+CAPTURING = "capturing a step: below 1 s, or about 10 s if kernels compile"   # before the first capture
 IDLE_SECONDS = 2.0   # time without a request before graphs of optional features are captured
 
 
@@ -26,6 +30,38 @@ class StepError(RuntimeError):
 # Receives a request's outputs. `receive` runs in `loop`; its bool is True if the request has ended
 Receive = Callable[[Request, list[Delta], bool], None]
 Reader = NamedTuple("Reader", [("loop", asyncio.AbstractEventLoop), ("receive", Receive)])
+
+
+class CaptureThread(threading.Thread):
+  """Runs `capture`, with low priority once the captured steps can run all requests: see `ready`."""
+  def __init__(self, captures: Iterator[str]):
+    super().__init__(target=self.capture, args=(captures,), name=CAPTURES, daemon=True)
+    self.progress = next(captures, "")   # "" once requests can run
+    self.ready = threading.Event()
+    self.should_end = False
+    atexit.register(self.allow_exit)
+    self.start()
+
+  def allow_exit(self) -> None:
+    """Let the program exit: tinygrad cannot close devices during a capture. A CPU need not be closed."""
+    self.should_end = True
+    if cpu_cores(): Device._opened_devices.clear()
+    else: self.join()
+
+  def capture(self, captures: Iterator[str]) -> None:
+    try:
+      for self.progress in captures:
+        if self.should_end: break
+        if not self.progress and not self.ready.is_set():
+          self.ready.set()
+          if sys.platform == "linux": os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        time.sleep(1e-3)   # another thread may be waiting to capture
+    except Exception:
+      if threading.main_thread().is_alive():   # else the exit has ended the threads that compile
+        logger.exception("a capture failed; its steps will be captured when they run")
+    self.progress = ""
+    self.ready.set()
+    atexit.unregister(self.allow_exit)
 
 
 class Driver:
