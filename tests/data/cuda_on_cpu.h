@@ -149,7 +149,8 @@ template <class T> T __ldg(const T* p) { return *p; }
 template <class T> T __ldcg(const T* p) { return *p; }
 template <class T> void __stcg(T* p, T x) { *p = x; }
 struct Weights { unsigned at[4]; };
-template <int COUNT> void wgmma(float (&sums)[COUNT], const unsigned (&w)[4], unsigned long long descriptor, int adds) {
+template <bool TRANSPOSED = false, int COUNT>
+void wgmma(float (&sums)[COUNT], const unsigned (&w)[4], unsigned long long descriptor, int adds) {
   const auto all = exchange(Weights{{w[0], w[1], w[2], w[3]}});
   const unsigned start = (descriptor & 0x3fff) << 4, chunk = start % 128 / 16;   // chunks of 16 bytes are swizzled
   for (int i = 0; i < COUNT; i++) {
@@ -157,7 +158,10 @@ template <int COUNT> void wgmma(float (&sums)[COUNT], const unsigned (&w)[4], un
     if (!adds) sums[i] = 0;
     for (int k = 0; k < 32; k += IS_E4M3 ? 1 : 2) {   // bytes
       unsigned short x;
-      memcpy(&x, memory + start / 128 * 128 + row * 128 + (chunk + k / 16 ^ row % 8) * 16 + k % 16, 2);
+      const unsigned panel = (descriptor >> 12 & 0x3fff0) * (row / 64), swizzled = row / 8 % 8 ^ k / 2 % 8;
+      const unsigned from = TRANSPOSED ? start + panel + k / 2 * 128 + swizzled * 16 + row % 8 * 2
+                            : start / 128 * 128 + row * 128 + (chunk + k / 16 ^ row % 8) * 16 + k % 16;
+      memcpy(&x, memory + from, 2);
       const unsigned w = all.at[current % 32 / 4 * 4 + k % 16 / 4].at[i % 4 / 2 + k / 16 * 2] >> k % 4 * 8;
       sums[i] += IS_E4M3 ? e4m3_of(w) * e4m3_of(x) : half_of(w, 0) * half_of(x, 0);
     }

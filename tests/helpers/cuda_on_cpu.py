@@ -25,7 +25,7 @@ def compiled(source: str) -> ctypes.CDLL:
   """Compile a kernel's source with the header, without the functions that the header replaces."""
   assert not {*re.findall(r"#define (\w+)", source)} & {*re.findall(r"template <\w+ (\w+)", source)}, "macros"
   for name in REPLACED + HOPPER:   # from its first line to one that ends with a brace
-    pattern = rf"^(template <.*> )?DEVICE \w+ {name}\((.*\}}$|(.*\n)*?\}}$)"
+    pattern = rf"^(template <.*>[ \n])?DEVICE \w+ {name}\((.*\}}$|(.*\n)*?\}}$)"
     source, count = re.subn(pattern, "", source, count=1, flags=re.M)
     assert count == 1 or name in HOPPER, name
   source = re.sub(r"^#define PTX\(.*$", "#define PTX(...)", source, flags=re.M)

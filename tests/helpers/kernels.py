@@ -37,7 +37,7 @@ def as_stored(version: str, keys: np.ndarray, values: np.ndarray) -> list[np.nda
   if version == "core": return [keys, values]
   if version == "generic": return [keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)]
   width = 32 if keys.dtype == np.float16 else 8
-  return [keys.reshape(*keys.shape[:3], -1, width).transpose(0, 2, 3, 1, 4), values.transpose(0, 2, 3, 1)]
+  return [x.reshape(*x.shape[:3], -1, width).transpose(0, 2, 3, 1, 4) for x in (keys, values)]
 
 
 def reference_attention(q: np.ndarray, cache: np.ndarray, table: np.ndarray, rows: np.ndarray, positions: np.ndarray,

@@ -3,8 +3,8 @@
 //
 // Decode: a work group has a token and a K/V head, and the rows are its G query heads. Its warps, and with split-KV the
 // work groups of all splits, share the context. Prefill: a work group has a query head and a query tile, with 16 M
-// tokens per warp, and copies STAGE blocks at a time to shared memory. For a tile of up to 16 M tokens, the warps share
-// the context.
+// tokens per warp. For a tile of up to 16 M tokens, the warps share the context. Stages of K and V, STAGE blocks of the
+// work group or, for decode, one of each warp, are copied to shared memory during the products of the stage before.
 #define LOG2_E 1.44269504f
 #define BLOCK (16 * D * (IS_BYTES ? 1 : 2))   // bytes of K or V of 16 positions
 #define THREADS (32 * WARPS)
@@ -19,8 +19,7 @@ DEVICE u32 halves(u32 x) {
   return (x & 0x7f007f) << 7 | (x & 0x800080) << 8;
 }
 
-// With a minimum of one work group for a multiprocessor, ptxas loads more ahead, but 16 warps would spill
-extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 8 ? 0 : 1) NAME(ARGUMENTS) {
+extern "C" __global__ void __launch_bounds__(THREADS) NAME(ARGUMENTS) {
   OMITTED
   extern __shared__ __align__(128) char memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, column = lane % 4;
@@ -52,6 +51,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 8 ? 0 : 1) NAME(AR
           queries[m][step + i][h + 2] = IS_BYTES ? __byte_perm(low, high, 0x7632) : high;
         }
       }
+  // Eight dimensions of K or V, from 32 part + 8 column, of a position. Bytes of a word are in the order of queries
+  auto load = [&](const char* from, int part, int half) {
+    const int at = (part * 16 + row / 2 * 4 + half * 2 + row % 2) * 4 + column;
+    if (!IS_BYTES) return ((const uint4*)from)[at];
+    const uint2 words = ((const uint2*)from)[at];
+    return make_uint4(halves(words.x), halves(words.x >> 8), halves(words.y), halves(words.y >> 8));
+  };
   float totals[M][D / 8][HALVES][2] = {}, highest[M][HALVES], sums[M][HALVES] = {};
   UNROLL for (int i = 0; i < M * HALVES; i++) highest[i / HALVES][i % HALVES] = LOWEST;
 
@@ -60,16 +66,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 8 ? 0 : 1) NAME(AR
     const int at = i * 16 + column * 4;   // the lane's first position
     float scores[M][2][4] = {};
     UNROLL for (int part = 0; part < D / 16; part++) {
-      const int half = part % 2, from = (part / 2 * 16 + row / 2 * 4 + half * 2 + row % 2) * 4 + column;
-      uint4 x;
-      if (!IS_BYTES) x = ((const uint4*)k)[from];
-      else {
-        const uint2 words = ((const uint2*)k)[from];
-        x = make_uint4(halves(words.x), halves(words.x >> 8), halves(words.y), halves(words.y >> 8));
-      }
+      const uint4 x = load(k, part / 2, part % 2);
       UNROLL for (int m = 0; m < M; m++) {
-        mma(scores[m][half], queries[m][part / 2 * 2], x.x, x.y);
-        mma(scores[m][half], queries[m][part / 2 * 2 + 1], x.z, x.w);
+        mma(scores[m][part % 2], queries[m][part / 2 * 2], x.x, x.y);
+        mma(scores[m][part % 2], queries[m][part / 2 * 2 + 1], x.z, x.w);
       }
     }
     const float* own_scales = HAS_SCALES ? scales + block(i) * 32 + column * 4 : 0;
@@ -107,16 +107,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 8 ? 0 : 1) NAME(AR
     u32 exists[2];   // unwritten positions may hold NaN
     for (int e = 0; e < 2; e++) exists[e] = at + e * 2 > last ? 0 : at + e * 2 == last ? 0xffff : ~0;
     UNROLL for (int n = 0; n < D / 8; n++) {
-      u32 low, high;   // four positions of a dimension
-      if (!IS_BYTES) {
-        const uint2 x = ((const uint2*)v)[(n * 8 + row) * 4 + column];
-        low = x.x & exists[0];
-        high = x.y & exists[1];
-      } else {
-        const uint4 x = ((const uint4*)v)[(n / 4 * 8 + row) * 4 + column];
-        low = halves(x.x >> n % 4 * 8 & 255 | (x.y >> n % 4 * 8 & 255) << 16);
-        high = halves(x.z >> n % 4 * 8 & 255 | (x.w >> n % 4 * 8 & 255) << 16);
-      }
+      const uint4 x[2] = {load(v, n / 4, 0), load(v, n / 4, 1)};
+      // Four positions of a dimension
+      const u32 low = transposed((&x[0].x)[n % 4]) & exists[0], high = transposed((&x[1].x)[n % 4]) & exists[1];
       UNROLL for (int m = 0; m < M; m++) {
         float total[4] = {};
         UNROLL for (int e = 0; e < HALVES * 2; e++) total[e] = totals[m][n][e / 2][e % 2];
@@ -126,28 +119,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 8 ? 0 : 1) NAME(AR
     }
   };
 
-  if (IS_PREFILL) {
-    auto load = [&](int i, int buffer) {   // of STAGE blocks
-      for (int n = threadIdx.x; n < STAGE * BLOCK / 16; n += THREADS) {
-        const int j = n / (BLOCK / 16), c = n % (BLOCK / 16) * 16;
-        if ((i + j) * 16 > last) break;
-        copy_async(memory + (buffer * STAGE + j) * 2 * BLOCK + c, keys + block(i + j) * BLOCK + c);
-        copy_async(memory + (buffer * STAGE + j) * 2 * BLOCK + BLOCK + c, values + block(i + j) * BLOCK + c);
-      }
-      commit_copies();
-    };
-    load(start, 0);
-    for (int i = start, buffer = 0; i * 16 <= last; i += STAGE, buffer ^= 1) {
-      load(i + STAGE, buffer ^ 1);
-      wait_for_copies<1>();
-      __syncthreads();
-      const int until = min(last, position + begin + 16 * M - 1) / 16;   // last block that a row of the warp sees
-      for (int j = is_shared ? warp : 0; j < STAGE && i + j <= until; j += is_shared ? WARPS : 1)
-        add(i + j, memory + (buffer * STAGE + j) * 2 * BLOCK, memory + (buffer * STAGE + j) * 2 * BLOCK + BLOCK);
-      __syncthreads();
+  char* const stages = memory + (IS_PREFILL ? 0 : warp * 4 * BLOCK);
+  auto stage = [&](int buffer, int j) { return stages + (buffer * STAGE + j) * 2 * BLOCK; };   // its j-th block
+  auto copy = [&](int i, int buffer) {
+    for (int n = IS_PREFILL ? threadIdx.x : lane; n < STAGE * BLOCK / 16; n += IS_PREFILL ? THREADS : 32) {
+      const int j = n / (BLOCK / 16), c = n % (BLOCK / 16) * 16;
+      if ((i + j) * 16 > last) break;
+      copy_async(stage(buffer, j) + c, keys + block(i + j) * BLOCK + c);
+      copy_async(stage(buffer, j) + BLOCK + c, values + block(i + j) * BLOCK + c);
     }
-  } else for (int i = start + blockIdx.z * WARPS + warp; i * 16 <= last; i += SPLITS * WARPS)
-    add(i, keys + block(i) * BLOCK, values + block(i) * BLOCK);
+    commit_copies();
+  };
+  auto synchronize = [] { if (IS_PREFILL) __syncthreads(); else __syncwarp(); };
+  const int from = IS_PREFILL ? start : start + blockIdx.z * WARPS + warp, step = IS_PREFILL ? STAGE : SPLITS * WARPS;
+  copy(from, 0);
+  for (int i = from, buffer = 0; i * 16 <= last; i += step, buffer ^= 1) {
+    copy(i + step, buffer ^ 1);
+    wait_for_copies<1>();
+    synchronize();
+    const int until = min(last, position + begin + 16 * M - 1) / 16;   // last block that a row of the warp sees
+    for (int j = IS_PREFILL && is_shared ? warp : 0; j < STAGE && i + j <= until; j += is_shared ? WARPS : 1)
+      add(i + j, stage(buffer, j), stage(buffer, j) + BLOCK);
+    synchronize();
+  }
+  __syncthreads();
 
   float *means = (float*)memory, *weight_logs = means + WARPS * ROWS * D;
   UNROLL for (int mh = 0; mh < M * HALVES; mh++) {
@@ -156,9 +151,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 8 ? 0 : 1) NAME(AR
     const float sum = fmaxf(sums[m][h], 1e-30f);
     if (r >= ROWS) continue;
     if (column == 0) weight_logs[warp * ROWS + r] = highest[m][h] + log2f(sum);
-    UNROLL for (int i = 0; i < D / 4; i++) {
-      const int n = i / 2, c = column * 2 + i % 2, d = IS_BYTES ? n / 4 * 32 + c * 4 + n % 4 : n * 8 + c;
-      means[(warp * ROWS + r) * D + d] = totals[m][n][h][i % 2] * (FACTOR / SCALE_FACTOR) / sum;
+    UNROLL for (int i = 0; i < D / 4; i++) {   // the dimensions of `load`
+      const int d = i / 8 * 32 + column * 8 + (IS_BYTES ? i / 4 % 2 * 4 + i % 2 * 2 + i / 2 % 2 : i % 8);
+      means[(warp * ROWS + r) * D + d] = totals[m][i / 2][h][i % 2] * (FACTOR / SCALE_FACTOR) / sum;
     }
   }
   __syncthreads();

@@ -6,8 +6,8 @@
 // the order of the second one's operand. The third warpgroup copies K and V to shared memory, in stages of D positions:
 // K, K, V, K, V, ..., V. The products of a warpgroup run during the softmax of the other one.
 //
-// Rows of a stage, positions of K or dimensions of V, have the 128-byte swizzle: a chunk q of 16 bytes is stored at
-// q ^ (row % 8). A row of 256 bytes is in two panels.
+// Rows of a stage, its positions, have the 128-byte swizzle: a chunk q of 16 bytes is stored at q ^ (row % 8). A row of
+// 256 bytes is in two panels.
 #define STAGE_BYTES (2 * D * D)
 #define STAGES (7 * 128 * 128 / (D * D))
 
@@ -31,21 +31,19 @@ extern "C" __global__ void __launch_bounds__(384, 1) NAME(ARGUMENTS) {
 
   if (group == 2) {
     PTX("setmaxnreg.dec.sync.aligned.u32 56;" ::);
-    // Its chunk of 64 dimensions of a block, without bank conflicts: K's position `row`, V's dimension `dim`
-    const int row = (thread & 4) + thread / 8 % 4 + thread / 32 % 2 * 8, part = thread / 64, half = thread % 2;
-    const int dim = (thread & 6) + thread / 8 % 2 + thread / 16 * 8, blocks = tokens[SLOT * T + first] * MAX_BLOCKS;
-    const int k_to = row * 128 + (part * 4 + column ^ row % 8) * 16, v_to = dim * 128 + (half ^ dim % 8) * 16;
+    // Its chunk of 64 dimensions of a block, without bank conflicts
+    const int row = (thread & 4) + thread / 8 % 4 + thread / 32 % 2 * 8, part = thread / 64;
+    const int to = row * 128 + (part * 4 + column ^ row % 8) * 16, blocks = tokens[SLOT * T + first] * MAX_BLOCKS;
     for (int i = 0; i < 2 * count; i++, next_stage()) {
       const bool is_v = i == 2 * count - 1 || (i && i % 2 == 0);
-      const char* const from = is_v ? values + dim * 32 + half * 16 : keys + (part * 16 + row) * 64 + column * 16;
+      const char* const from = (is_v ? values : keys) + (part * 16 + row) * 64 + column * 16;
       wait(bars + s * 16 + 8, phase ^ 1);
       _Pragma("unroll 4") for (int b = 0; b < D / 16; b++) {
-        const int block = (is_v ? i - 1 : i + 1) / 2 * (D / 16) + b, exist = last + 1 - block * 16;   // positions
+        const int block = (is_v ? i - 1 : i + 1) / 2 * (D / 16) + b;
         const size_t at = (size_t)__ldg(table + blocks + min(block, last / 16)) * KV + blockIdx.x / G;
         UNROLL for (int n = 0; n < D / 64; n++)   // unwritten V may be NaN
-          copy_async(memory + ((is_v ? (b / 4 * D + n * 64) * 128 + (v_to ^ b % 4 * 32) : (n * D + b * 16) * 128 + k_to)
-                               + smem + s * STAGE_BYTES - address(memory)), from + at * (D * 32) + n * 2048,
-                    max(0, min(16, exist * (is_v ? 2 : 16) - is_v * half * 16)));
+          copy_async(memory + ((n * D + b * 16) * 128 + to + smem + s * STAGE_BYTES - address(memory)),
+                     from + at * (D * 32) + n * 2048, block * 16 + row <= last ? 16 : 0);
       }
       arrive_after_copies(bars + s * 16);
     }
@@ -61,10 +59,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) NAME(ARGUMENTS) {
     at[h] = (min(first + token(h), T - 1) * KV * G + blockIdx.x + row + h * 8 - token(h) * heads) * (D / 2) + column;
   UNROLL for (int i = 0; i < D / 4; i++) queries[i / 4][i % 4] = ((const u32*)q)[at[i % 2] + i / 2 * 4];
   auto multiply = [&](bool is_v) {   // starts scores = queries @ K.T or totals += weights @ V
-    const u64 descriptor = 1ull << 62 | 64ull << 32 | 1ull << 16 | (smem + s * STAGE_BYTES) >> 4;
+    const u64 descriptor = 1ull << 62 | 64ull << 32 | D * 8ull << 16 | (smem + s * STAGE_BYTES) >> 4;
     PTX("fence.proxy.async.shared::cta; wgmma.fence.sync.aligned;" ::);
     UNROLL for (int i = 0; i < D / 16; i++)
-      wgmma(is_v ? totals : scores, is_v ? weights[i] : queries[i], descriptor + i / 4 * D * 8 + i % 4 * 2, is_v || i);
+      if (is_v) wgmma<true>(totals, weights[i], descriptor + i * 128, true);
+      else wgmma(scores, queries[i], descriptor + i / 4 * D * 8 + i % 4 * 2, i);
     PTX("wgmma.commit_group.sync.aligned;" ::);
     next_stage();
   };

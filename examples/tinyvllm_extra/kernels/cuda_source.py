@@ -37,11 +37,12 @@ def has_wgmma() -> bool: return Device.DEFAULT == "CUDA" and speaks_cuda() and r
 def wgmma(n: int, is_e4m3: bool = False) -> dict[str, object]:
   """Return the macros with which hopper.cuh defines wgmma for n rows of x. is_e4m3: numbers of x and W."""
   sums, pointers = [", ".join(form.format(i) for i in range(n // 2)) for form in ("%{0}", '"+f"(sums[{0}])')]
-  w = ", ".join(f"%{n // 2 + i}" for i in range(4))   # then the descriptor of x, and whether to add to the sums
+  # Then the descriptor of x, whether to add to the sums, and whether x is stored transposed (16 bits only)
+  w = ", ".join(f"%{n // 2 + i}" for i in range(4))
   kind = f'm64n{n}k32.f32.e4m3.e4m3"' if is_e4m3 else f'm64n{n}k16.f32." TYPE "." TYPE'
   return {"SUMS": pointers, "WGMMA":
     f'"setp.ne.b32 p, %{n // 2 + 5}, 0; wgmma.mma_async.sync.aligned.{kind} " {{{sums}}},"'
-    f'" {{{w}}}, %{n // 2 + 4}, p, 1, 1{", 0" * (not is_e4m3)};"'}
+    f'" {{{w}}}, %{n // 2 + 4}, p, 1, 1{f", %{n // 2 + 6}" * (not is_e4m3)};"'}
 
 
 class Launch(NamedTuple):

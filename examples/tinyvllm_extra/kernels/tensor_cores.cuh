@@ -34,7 +34,7 @@ DEVICE u32 pack(float low, float high) {
 // One of two numbers
 DEVICE float number(u32 x, int i) { x >>= i * 16; return TYPE[0] == 'b' ? __uint_as_float(x << 16) : float_of(x); }
 // The transposed 8 x 8 numbers of a warp, two in each lane
-DEVICE u32 transposed(u32 x) { PTX("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(x) :); return x; }
+DEVICE u32 transposed(u32 x) { asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(x)); return x; }
 // (x - bias) * scale + offset of two float16
 DEVICE u32 scaled(u32 x, u32 bias, u32 scale, u32 offset) {
   asm("sub.f16x2 %0, %0, %1; fma.rn.f16x2 %0, %0, %2, %3;" : "+r"(x) : "r"(bias), "r"(scale), "r"(offset));

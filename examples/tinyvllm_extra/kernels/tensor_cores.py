@@ -1,7 +1,7 @@
 """Paged attention on NVIDIA tensor cores, see attention.cu: the layout of the cache, RoPE and the write of K and V.
 
-A lane loads neighbours in memory. Blocks of K: (KV, D / 32, 16, 32), of V: (KV, D, 16) in float16; for int8 and fp8
-(KV, D / 32, 16, 8) and (KV, D / 4, 16) uint32 words of four dimensions."""
+A lane loads neighbours in memory. Blocks of K and V: (KV, D / 32, 16, 32) in float16; for int8 and fp8
+(KV, D / 32, 16, 8) uint32 words of four dimensions."""
 import functools, math
 from collections.abc import Sequence
 
@@ -19,12 +19,13 @@ from .schedule import ScoreOptions, axes, kernel_of, largest, mean
 
 BS = 16   # positions in a block
 MAX_DECODE = 64   # tokens of a step for which a work group has all query heads of a token
-STAGE = 4    # blocks that a work group copies together
+STAGE = 4    # blocks of a chunk's context that a work group copies together
 MIN_WORK_GROUPS = 128   # to keep a GPU busy
 DECODE_WARPS = 1024     # warps of a decode step, 2 to 16 in a work group (measured on an H200)
-SHARED_BYTES = 2**15    # limit for a work group's results in shared memory, if each has a token
+SHARED_BYTES = 2**16    # limit for the shared memory of a decode's work group, on Hopper twice as much
 HOPPER_BYTES = 231424   # shared memory of attention_hopper.cu
 NEAR = 4                # dimensions in each half of a head that a lane rotates
+TOKENS_OF_GROUP = 4     # maximum tokens of a work group that rotates
 
 
 def kv_layout(model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
@@ -37,7 +38,7 @@ def kv_layout(model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple
   # tinygrad does not combine bfloat16 loads
   if not fits_model or dtype != dtypes.half or not cuda_source.has_mma(dtype): return layout
   n = 1 if dtype == element else 4   # dimensions per element
-  return [((heads, D // 32, BS, 32 // n), element), ((heads, D // n, BS), element), *layout[2:]]
+  return [((heads, D // 32, BS, 32 // n), element)] * 2 + layout[2:]
 
 
 # Tokens per query tile in a step of T tokens
@@ -98,23 +99,25 @@ def read(q: Tensor, cache: list[Tensor], tokens: Tensor, block_tables: Tensor,
 def launch_attention(operands: dict[str, UOp], options: ScoreOptions, splits: int, is_prefill: bool = False) -> Launch:
   """Return the launch of attention.cu or, for chunks on Hopper, attention_hopper.cu. out: (T, KV, G, D), or with
   split-KV (splits, T, KV, G, D) in float32. logs: (splits, T, KV, G), log2 of the sum of the weights."""
-  (T, KV, G, D), (slots, max_blocks) = operands["q"].max_shape, operands["table"].max_shape
+  (T, KV, G, D), slots = operands["q"].max_shape, operands["table"].max_shape[0]
   is_bytes, num_decodes = operands["keys"].dtype != dtypes.half, min(T, slots) if T > MAX_DECODE else T
-  warps = min(16, max(2, DECODE_WARPS // (num_decodes * KV)), 1 << (SHARED_BYTES // (G * D * 4)).bit_length() - 1)
+  block_bytes = 2 * BS * D * (1 if is_bytes else 2)
+  # Shared memory has two stages of K and V, then the results of each warp
+  limit = (SHARED_BYTES << cuda_source.has_wgmma()) // max(2 * block_bytes, G * (D + 1) * 4)
+  warps = min(16, max(2, DECODE_WARPS // (num_decodes * KV)), limit)
   tile, warps, rows = (tile_size(T), 4, tile_size(T) // 4) if is_prefill else (1, warps, G)   # rows of a warp
   columns = [*TOKENS.formats]
   definitions: dict[str, object] = {
     "TYPE": f'"{cuda_source.TYPES[operands["q"].dtype]}"', "T": T, "KV": KV, "G": G, "D": D, "WARPS": warps,
     "M": max(1, rows // 16), "SPLITS": splits, "IS_PREFILL": int(is_prefill), "IS_BYTES": int(is_bytes), "TILE": tile,
-    "HAS_TILES": int(T > MAX_DECODE), "STAGE": STAGE, "NUM_WORDS": len(columns),
-    "SLOT": columns.index("slot"), "POSITION": columns.index("position"),
-    "MAX_BLOCKS": max_blocks, "WINDOW": options.window, "CAP": f"{options.cap:f}f", "UNIT": f"{options.factor(D):.9f}f"}
+    "HAS_TILES": int(T > MAX_DECODE), "STAGE": STAGE if is_prefill else 1, "NUM_WORDS": len(columns),
+    "SLOT": columns.index("slot"), "POSITION": columns.index("position"), "MAX_BLOCKS": operands["table"].max_shape[1],
+    "WINDOW": options.window, "CAP": f"{options.cap:f}f", "UNIT": f"{options.factor(D):.9f}f"}
   groups = (KV * G, min(T, T // tile + slots - 1), 1) if is_prefill else (KV, num_decodes, splits)
   if (is_prefill and D in (64, 128) and cuda_source.has_wgmma()
       and not (is_bytes or options.window or options.cap or "sinks" in operands)):
     return Launch(f"attend_{T}", "attention_hopper.cu", definitions | cuda_source.wgmma(D), groups, 384, HOPPER_BYTES)
-  buffers = 2 * STAGE * 2 * BS * D * operands["keys"].dtype.itemsize // (4 if is_bytes else 1)
-  shared_bytes = max(warps * rows * (D + 1) * 4, buffers if is_prefill else 0)
+  shared_bytes = max(warps * rows * (D + 1) * 4, 2 * block_bytes * (STAGE if is_prefill else warps))
   return Launch(f"attend_{T}", "attention.cu", definitions, groups, 32 * warps, shared_bytes)
 
 
@@ -131,24 +134,21 @@ def combine_kernel(out: UOp, means: UOp, logs: UOp, *sinks: UOp) -> UOp:
 # RoPE and the write of K and V
 
 class LaneWriter(generic.HeadWriter):
-  """A HeadWriter whose lanes have NEAR dimensions of each half: four lanes a sector of a token's q and k, and eight
-  neighbouring tokens, whose V is contiguous in a block."""
+  """A HeadWriter whose neighbouring lanes have NEAR neighbouring dimensions of each half of a head."""
   def lane(self) -> tuple[UOp, UOp, list[UOp]]:
-    n = self.num_tokens = math.gcd(self.T, BS)
+    self.num_lanes = self.D // 2 // NEAR
+    n = self.num_tokens = math.gcd(self.T, TOKENS_OF_GROUP)
     # Not ranges, which tinygrad splits: neighbouring lanes would be far from each other in memory
-    h, group, lane = map(UOp.special, (self.KV, self.T // n, n * self.D // 2 // NEAR), ("gidx0", "gidx1", "lidx0"))
-    self.token = lane // 4 % n
-    self.i = lane // (4 * n) * 4 + lane % 4
+    h, group, lane = map(UOp.special, (self.KV, self.T // n, n * self.num_lanes), ("gidx0", "gidx1", "lidx0"))
+    self.token, self.i = lane // self.num_lanes, lane % self.num_lanes
     return group * n + self.token, h, [self.i * NEAR + j for j in range(NEAR)]
 
   def cell(self, kv: int, d: UOp) -> UOp:
-    if kv: return self.values[self.block, self.h, d, self.offset]
     n = 32 // self.in_element
-    return self.keys[self.block, self.h, d // n, self.offset, d % n]
+    return (self.values if kv else self.keys)[self.block, self.h, d // n, self.offset, d % n]
 
   def highest(self, kv: int) -> UOp:
     halves = zip(*[self.pair(kv, d) for d in self.dimensions], strict=True)
-    lanes = self.D // 2 // NEAR
-    shared = UOp.placeholder((self.num_tokens, lanes), dtypes.float32, 100 + kv, AddrSpace.LOCAL)
+    shared = UOp.placeholder((self.num_tokens, self.num_lanes), dtypes.float32, 100 + kv, AddrSpace.LOCAL)
     shared = shared.after(shared[self.token, self.i].store(largest([x for half in halves for x in half])))
-    return functools.reduce(UOp.maximum, [shared[self.token, j] for j in range(lanes)])
+    return functools.reduce(UOp.maximum, [shared[self.token, j] for j in range(self.num_lanes)])
