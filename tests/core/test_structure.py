@@ -19,7 +19,7 @@ CORE, EXTRA = PACKAGE.name, EXTENSION.name
 FILES = {".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__"): path
          for folder in (PACKAGE, EXTENSION) for path in sorted(folder.rglob("*.py"))}   # by module name
 MAX_FUNCTION_LINES, MAX_LOCALS = 40, 20
-MAX_ANY, MAX_TYPE_IGNORES = 105, 5   # occurrences in core and extension; only ever lower them
+MAX_ANY, MAX_TYPE_IGNORES = 104, 5   # occurrences in core and extension; only ever lower them
 # Names of public classes that several modules define, with the reason; only ever remove one
 SHARED_CLASS_NAMES = {"SamplingParams": "the extension's subclass adds vLLM's other fields"}
 PATCHES = f"{EXTRA}.kernels.tinygrad_patches"

@@ -8,6 +8,7 @@ from tinygrad import Context, Device, Tensor, TinyJit, dtypes
 from tinyvllm.backend import exclusive, scatter_kernel
 from tinyvllm.config import JsonObject, check, logger
 from tinyvllm.engine import Engine
+from tinyvllm.scheduler import BlockManager
 from tinyvllm_extra.formats.prefix_file import (
   FORMAT, StoredBlocks, fingerprint, reading, replaceable, replacing, write_blocks)
 from tinyvllm_extra.kernels.buffers import buffers_of, copy_to_devices, write
@@ -46,18 +47,13 @@ def cache_tensors(engine: Engine) -> list[Tensor]:
   return [tensor for runner in engine.runners for layer in runner.kv_caches for tensor in layer]
 
 
-def row_bytes(engine: Engine) -> int:
-  """Return the size of a block in all cache tensors."""
-  return sum(buffer.nbytes for x in cache_tensors(engine) for buffer in buffers_of(x)) // engine.blocks.num_blocks
-
-
 class Blocks:
   """Reads and writes an engine's blocks as rows of bytes, up to `count` at a time, through a staging tensor on the
   device for each cache tensor. Works for any number of cache tensors of any dtypes and shapes."""
   def __init__(self, engine: Engine):
     tensors = cache_tensors(engine)
     self.devices = engine.runners[0].model.devices.names
-    self.row_bytes = row_bytes(engine)
+    self.row_bytes = sum(buffer.nbytes for x in tensors for buffer in buffers_of(x)) // engine.blocks.num_blocks
     self.count = max(1, min(MAX_BYTES // self.row_bytes, engine.blocks.num_blocks))
     def allocate(device, dtype, *shape): return Tensor.empty(*shape, dtype=dtype, device=device).contiguous().realize()
     staging = [allocate(x.device, x.dtype, self.count, *x.shape[1:]) for x in tensors]
@@ -131,15 +127,14 @@ def load_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
   with engine.driving(), exclusive:
     metadata = identity(engine)
     with reading(pathlib.Path(path).expanduser(), prefix) as file:
-      count = load_blocks(engine, StoredBlocks(file, metadata, row_bytes(engine), prefix))
+      blocks = Blocks(engine)
+      count = load_blocks(engine.blocks, blocks, StoredBlocks(file, metadata, blocks.row_bytes, prefix))
   logger.info(f"prefix cache: {count} blocks of {path} in {time.perf_counter() - started:.1f} s")
   return count
 
 
-def load_blocks(engine: Engine, stored: StoredBlocks) -> int:
+def load_blocks(pool: BlockManager, blocks: Blocks, stored: StoredBlocks) -> int:
   """Write stored blocks to free ones, then add them to the prefix cache."""
-  blocks = Blocks(engine)
-  pool = engine.blocks
   uncached = [i for i, key in enumerate(stored.keys) if key not in pool.cached_blocks]
   targets = dict(zip(uncached, reversed(pool.free_blocks), strict=False))   # row of the file -> free block
   for start in range(0, len(stored.keys), blocks.count):

@@ -40,16 +40,14 @@ def check_number(name: str, texts: Texts) -> None:
   check(0 < num <= MAX_INPUTS, f"{name}: its length, {num}, must be between 1 and {MAX_INPUTS}: send several requests")
 
 
-class Pooling:
-  """The routes of embeddings and scores."""
-  def __init__(self, serving: Serving): self.serving = serving
-
+class PoolingServing(Serving):
+  """All routes, with those of embeddings and scores."""
   async def embeddings(self, body: EmbeddingRequest) -> Response:
     is_one = isinstance(body.input, str) or isinstance((body.input or [None])[0], int)
     texts = [body.input] if is_one else body.input
     check_number("input", texts)
     check(all(texts), "input: each text must have at least one token")
-    for x in texts: check_ids(self.serving.engine.model_config.vocab_size, input=x if isinstance(x, list) else None)
+    for x in texts: check_ids(self.engine.model_config.vocab_size, input=x if isinstance(x, list) else None)
     params = PoolingParams(dimensions=body.dimensions, normalize=body.normalize is not False)
     outputs = await self.run(body, [({"prompt_token_ids": x} if isinstance(x, list) else x, params) for x in texts])
 
@@ -79,28 +77,27 @@ class Pooling:
 
   def head(self, prefix: str, outputs: Sequence[RequestOutput | PoolingRequestOutput]) -> JsonObject:
     total = sum(len(output.prompt_token_ids) for output in outputs)
-    return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.serving.names[0],
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.names[0],
             "usage": {"prompt_tokens": total, "completion_tokens": 0, "total_tokens": total}}
 
   async def scores(self, body: Body, names: tuple[str, str], *texts: Texts) -> list[PoolingRequestOutput]:
     for name, x in zip(names, texts, strict=True): check_number(name, x)
-    scores = scoring(self.serving.engine.tokenizer, pairs(texts[0], texts[1], *names), body.instruction or INSTRUCTION)
+    scores = scoring(self.engine.tokenizer, pairs(texts[0], texts[1], *names), body.instruction or INSTRUCTION)
     others = scores.send(await self.run(body, next(scores)))
     return scores.send(await self.run(body, others))
 
   async def run(self, body: Body, jobs: Jobs) -> list[RequestOutput]:
     """Run all jobs, max_num_seqs at a time so that they do not fill the queue. Raises InputError, before any job runs,
     if one of them is invalid."""
-    serving = self.serving
-    serving.check_model(body.model or None)
-    engine = serving.engine
+    self.check_model(body.model or None)
+    engine = self.engine
     requests = await asyncio.to_thread(lambda: [
       engine.make_request(uuid.uuid4().hex, with_salt(body, x), params, body.priority or 0) for x, params in jobs])
     size = engine.config.max_num_seqs
-    serving.check_queue(min(size, len(requests)), 1)
+    self.check_queue(min(size, len(requests)), 1)
     for start in range(0, len(requests), size):
       wave = requests[start:start + size]
-      async for _ in serving.steps(wave): pass
+      async for _ in self.steps(wave): pass
       if any(request.sequences[0].finish_reason == "abort" for request in wave):
         raise Refusal(503, "the request was aborted by --request-timeout or the shutdown of the server: retry later")
     return [request.output() for request in requests]

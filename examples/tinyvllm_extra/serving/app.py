@@ -14,14 +14,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinyvllm import __version__
 from tinyvllm.config import InputError, JsonObject, check, has_type, logger
 from tinyvllm_extra.formats import hub
-from tinyvllm_extra.pooling.pooling_routes import Pooling
+from tinyvllm_extra.pooling.pooling_routes import PoolingServing
 
 from .agents import MessagesBuilder, MessagesRequest, ResponsesBuilder, ResponsesRequest
 from .answers import num_tokens
 from .async_engine import CAPTURING, AsyncLLM
 from .chat_page import chat_page
 from .errors import ErrorJSON, RequestValidationError, StarletteHTTPException, explain
-from .generation import EVENT_STREAM, SERVED, Serving
+from .generation import EVENT_STREAM, SERVED
 from .prometheus import log_throughput
 from .protocol import AnthropicErrorResponse, ErrorResponse, encode_prompts, unknown_fields
 from .server_config import ServerConfig
@@ -140,7 +140,7 @@ class Server(uvicorn.Server):
     self.options = options
     self.open_engine = functools.partial(AsyncLLM, model, options.stream_interval, True, options.prefix_cache_file,
                                          **engine_options)
-    self.serving = Serving(options.served_model_name or [hub.served_name(model)], options)
+    self.serving = PoolingServing(options.served_model_name or [hub.served_name(model)], options)
     unknown_fields.strict = options.strict_fields
     app: ASGIApp = Gate(self.routes(), options, self.not_ready)
     if options.allowed_origins:
@@ -159,12 +159,11 @@ class Server(uvicorn.Server):
                           responses={"4XX": error, "5XX": error})
     for kind in (StarletteHTTPException, RequestValidationError, Exception): app.exception_handler(kind)(explain)
     serving = self.serving
-    pooling = Pooling(serving)
     reads: Routes = {"/health": self.health, "/ping": self.health, "/load": serving.load, "/version": self.version,
                      "/v1/models": serving.models, "/v1/models/{name:path}": serving.model}
     posts: Routes = {"/tokenize": serving.tokenize, "/detokenize": serving.detokenize,
-                     "/v1/embeddings": pooling.embeddings, "/v1/rerank": pooling.rerank, "/v1/score": pooling.score}
-    aliases: Routes = {"/rerank": pooling.rerank, "/v2/rerank": pooling.rerank, "/score": pooling.score,
+                     "/v1/embeddings": serving.embeddings, "/v1/rerank": serving.rerank, "/v1/score": serving.score}
+    aliases: Routes = {"/rerank": serving.rerank, "/v2/rerank": serving.rerank, "/score": serving.score,
                        "/ping": self.health}   # vLLM's, Cohere's, SageMaker's
     streams: Routes = {"/generate": serving.generate, "/v1/completions": serving.completions,
                        "/v1/chat/completions": serving.chat, "/v1/responses": self.responses}

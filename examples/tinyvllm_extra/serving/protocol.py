@@ -3,7 +3,7 @@ accepts every field of SamplingParams, which checks the values. As in vLLM, null
 here are accepted, and an unknown field is ignored with one warning, unless it would change the answer."""
 import dataclasses, functools, operator, pathlib, types, typing
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import pydantic
 
@@ -140,8 +140,9 @@ COMMON = SAMPLING | NO_EFFECT | {
                                            "add_special_tokens"], bool)}
 TEMPLATE = {"add_generation_prompt": bool, "continue_final_message": bool, "chat_template": str,
             "documents": list[dict]}   # variables of the chat template
-TOOLS = {"tools": list[Tool], "chat_template_kwargs": dict}
 ToolChoice = Annotated[Tool | AllowedToolsChoice, pydantic.Field(discriminator="type")]
+TOOLS = {"tools": list[Tool], "tool_choice": Literal["none", "auto", "required"] | ToolChoice,
+         "chat_template_kwargs": dict, "reasoning_effort": str}
 
 
 @with_fields(**COMMON, prompt=(Prompts, ...))
@@ -149,16 +150,13 @@ class CompletionRequest(Body): ...
 
 
 @with_fields(**COMMON | TOOLS | TEMPLATE | {
-  "logprobs": bool, "top_logprobs": Int, "max_completion_tokens": Int,
-  "tool_choice": Literal["none", "auto", "required"] | ToolChoice})
+  "logprobs": bool, "top_logprobs": Int, "max_completion_tokens": Int})
 class ChatCompletionRequest(Body): messages: list[JsonObject]
 
 
 @with_fields(**TOOLS | TEMPLATE, model=str, prompt=str, messages=list[dict], add_special_tokens=bool,
              return_token_strs=bool)
-class TokenizeRequest(Body):
-  tool_choice: ClassVar[None] = None   # a chat has these two fields, too
-  reasoning_effort: ClassVar[None] = None
+class TokenizeRequest(Body): ...
 
 
 @with_fields(model=str)

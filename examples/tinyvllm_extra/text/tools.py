@@ -23,11 +23,11 @@ def requires_call(choice: Choice) -> bool:
 
 def callable_functions(tools: list[JsonObject], choice: Choice) -> dict[str, JsonObject]:
   """Return the parameters of the functions that the response may call, by name. Raises InputError for an unknown
-  function in tool_choice."""
+  function in tool_choice, or if it requires tools."""
   functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+  check(functions or choice in (None, "none", "auto"), f"tool_choice={choice!r} requires tools")
   if not isinstance(choice, dict): return functions
   choices = [choice] if choice["type"] == "function" else choice["allowed_tools"]["tools"]
-  check(functions, f"tool_choice={choice!r} requires tools")
   names = [x["function"]["name"] for x in choices]
   for name in names:
     check(name in functions, f"tool_choice: unknown function {name!r}; use one of {', '.join(functions)}")
@@ -42,7 +42,6 @@ def calls_schema(tools: list[JsonObject], choice: Choice, parallel: bool = True)
   or for schemas that cannot be merged."""
   functions = callable_functions(tools, choice)
   if not requires_call(choice): return None
-  check(functions, f"tool_choice={choice!r} requires tools")
   functions = {name: close(parameters or NO_PARAMETERS) for name, parameters in functions.items()}
   calls = [{"type": "object", "properties": {"name": {"const": name}, "arguments": parameters},
             "required": ["name", "arguments"], "additionalProperties": False} for name, parameters in functions.items()]
