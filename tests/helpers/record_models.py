@@ -65,7 +65,7 @@ def record(name: str) -> None:
     shapes = {tensor: [*x.shape] for tensor, x in read_safetensors(Path(folder) / file).items()}
     save_file(make_weights(shapes, "gemma" in name), Path(folder) / file, {"format": "pt"})
     model = model_class.from_pretrained(folder, dtype="float32", attn_implementation="eager")
-    has_routers = hasattr(model.config, "output_router_logits")
+    has_routers = getattr(model.config, "num_experts_per_tok", 0) > 0
     if has_routers: model.config.output_router_logits = True
     ids, logits, margin = [], [], math.inf
     for prompt in make_prompts(name):

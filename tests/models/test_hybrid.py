@@ -116,8 +116,6 @@ def test_drafts_change_no_ids(folder, ids, monkeypatch):
 
 
 def test_what_states_do_not_support_is_refused(folder, llm, tmp_path, monkeypatch):
-  biased = write_model(tmp_path / "biased", "lfm2", conv_bias=True)
-  with pytest.raises(InputError, match="conv_bias=True is not supported"): LLM(biased, **OPTIONS)
   with pytest.raises(InputError, match="tensor_parallel_size"): LLM(folder, **OPTIONS, tensor_parallel_size=2)
   generated(llm, [PROMPTS[6]])
   with pytest.raises(InputError, match="recurrent layers cannot be saved"): llm.save_prefix_cache(tmp_path / "cache")

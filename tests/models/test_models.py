@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGUFReader
+from gguf.quants import dequantize
 from helpers.data import read_data
 from helpers.engines import LogitsRecorder, check_logits, greedy, ids_of, prompt, tokens
 from helpers.gguf_files import write_gguf
@@ -83,6 +84,22 @@ def test_gguf_of_hybrids_gives_recorded_logits(tmp_path, name, record):
   check_recorded(LLM(path, **OPTIONS), name)
 
 
+@pytest.mark.parametrize("name,record", read_data("gguf_hybrids.json").items())
+def test_quantized_gguf_of_hybrids_equals_dequantized(tmp_path, name, record):
+  """Convolutions are not quantized, as in llama.cpp's files."""
+  folder, metadata = write_model(tmp_path / "hf", name), record["fields"]
+  drafts = {x: np.ones(shape) for x, shape in record["drafts"].items()}
+  path = write_gguf(tmp_path / "quantized.gguf", folder, "Q8_0", kinds={"conv": "F32", "ssm_conv1d": "F32"},
+                    metadata=metadata, tensors=drafts)
+  tensors = {x.name: dequantize(x.data, x.tensor_type) for x in GGUFReader(path).tensors}
+  plain = write_gguf(tmp_path / "plain.gguf", folder, metadata=metadata, tensors=tensors)
+  llms = [LLM(x, **OPTIONS, activation_quantization="none") for x in (path, plain)]
+  assert llms[0].runner.model.layers[0].in_proj.number_format.bits == 8
+  ids, logits = zip(*[LogitsRecorder(llm).generate(make_prompts(name)[5], NUM_TOKENS) for llm in llms], strict=True)
+  assert ids[0] == ids[1]
+  np.testing.assert_allclose(*logits, atol=1e-4)
+
+
 def add_prefix(name): return f"model.{name.replace('language_model.model.', 'language_model.')}"
 
 
@@ -156,7 +173,7 @@ def test_positions_limit_max_model_len(tmp_path, name, limit):
     LLM(write_model(tmp_path, name), **{**OPTIONS, "max_model_len": limit + 1})
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt2", "mixtral", "olmo2", "phi3", "qwen3_5"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "granite4", "granite_swa", "mixtral", "olmo2", "phi3", "qwen3_5"])
 def test_several_devices_raise(name):
   config, model_class = find_model(read(name)["config"], Path("x"))
   with pytest.raises(InputError, match="tensor_parallel_size=2 must be 1"):
@@ -175,10 +192,17 @@ def test_estimated_weights_equal_loaded_ones(tmp_path, monkeypatch, name):
   assert sizes["int8"] == sizes[None] - matrices + int(matrices / 32 * fit.QUANTIZED["int8"])
 
 
-@pytest.mark.parametrize("field,value", CONFIGS["unsupported GPT-2"])
-def test_gpt2_unsupported_value_raises(tmp_path, field, value):
-  with pytest.raises(InputError, match=f"{field}=.* for GPT-2"):
-    LLM(write_model(tmp_path, "gpt2", **{field: value}), **OPTIONS)
+@pytest.mark.parametrize("name,field,value", CONFIGS["unsupported"])
+def test_unsupported_value_raises_with_architecture(name, field, value):
+  hf = {**text_config(read(name)["config"]), field: value}
+  with pytest.raises(InputError, match=f"{field}=.* is not supported in {hf['architectures'][0]}; supported: "):
+    find_model(hf, Path("x"))
+
+
+@pytest.mark.parametrize("name", CONFIGS["unsupported architectures"])
+def test_unsupported_architecture_raises_with_supported_ones(name):
+  with pytest.raises(InputError, match=f"'{name}' is not supported; supported: .*Qwen3_5ForCausalLM"):
+    choose_model({"architectures": [name], "text_config": {"layer_types": ["linear_attention"]}}, Path("x"))
 
 
 @pytest.mark.parametrize("backend", [None, tinyvllm.Backend()], ids=["fast", "core"])

@@ -224,7 +224,7 @@ def read_config(path: pathlib.Path, metadata: JsonObject, tensors: dict[str, GGU
   check(is_causal, f"model: {path}: {arch}.attention.causal=False: choose a model that generates text")
   config = {name: metadata[f"{arch}.{key}"] for key, name in KEYS.items() if metadata.get(f"{arch}.{key}")}
   heads = config.get("num_key_value_heads")   # a list has a value per layer, 0 for a convolution
-  if arch == "lfm2" and isinstance(heads, list): config["num_key_value_heads"] = max(heads)
+  if arch in ("lfm2", "granite") and isinstance(heads, list): config["num_key_value_heads"] = max(heads)
   required = TABLES["required"] + TABLES["own_required"].get(arch, [])
   for key in required: check(KEYS[key] in config, f"model: {path} lacks {arch}.{key}")
   for name, value in config.items():
@@ -273,7 +273,8 @@ def read_scaling(arch: str, metadata: JsonObject, tensors: dict[str, GGUFTensor]
 
 def read_options(path: pathlib.Path, arch: str, metadata: JsonObject, config: JsonObject) -> JsonObject:
   """Return fields of an equivalent config.json that only some architectures have."""
-  options: JsonObject = {"norm_eps": config["rms_norm_eps"], **TABLES["fixed"].get(arch, {})}
+  has_rope = metadata.get(f"{arch}.rope.scaling.finetuned", True)   # Granite's switch of RoPE
+  options: JsonObject = {"position_embedding_type": "rope" if has_rope else "none", **TABLES["fixed"].get(arch, {})}
   for key, kinds in TABLES["layer_types"].items():
     values, count = metadata.get(f"{arch}.{key}"), config["num_hidden_layers"]
     if not isinstance(values, list): continue

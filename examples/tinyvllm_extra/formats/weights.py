@@ -115,7 +115,7 @@ class FastCheckpoint(StoredWeights, llama.Checkpoint, Generic[T]):
     """Take a tensor as a memory map, bfloat16 as uint16. Add the model's offset to the weight of a norm."""
     x = self.take(name, *shape).read()
     config = self.model.config
-    offset = config.norm_offset if isinstance(config, VariantConfig) and name.endswith("norm.weight") else None
+    offset = config.norm_offset if isinstance(config, VariantConfig) and name.endswith(config.offset_norms) else None
     return to_float32(x) + np.float32(offset) if offset else x
 
   def check_unused(self, names: Iterable[str]) -> None:

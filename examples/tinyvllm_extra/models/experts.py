@@ -1,6 +1,5 @@
 """Mixtures of experts (Shazeer et al. 2017, arXiv:1701.06538): a router chooses the experts, MLPs, that compute a
 token's output. Only single devices are supported, and no shared experts."""
-import dataclasses
 from typing import Any
 
 from tinygrad import Tensor, dtypes
@@ -8,20 +7,7 @@ from tinygrad import Tensor, dtypes
 from tinyvllm.backend import Backend
 from tinyvllm.config import InputError
 
-from .layers import LlamaVariant, VariantConfig, VariantLayer
-
-
-@dataclasses.dataclass(frozen=True)
-class MixtureConfig(VariantConfig):
-  """A model with experts."""
-  num_experts: int = 0
-  num_experts_per_tok: int = 0
-  moe_intermediate_size: int = 0
-  norm_topk_prob: bool = True        # the weights of a token's experts sum to 1
-  dense_layers: tuple[int, ...] = () # layers with an MLP instead of experts
-  is_stacked: bool = False           # the checkpoint has all experts in one tensor
-  expert_bias: bool = False          # biases of the router and the experts
-  swiglu: tuple[float, ...] = ()     # alpha and limit of gpt-oss's activation (arXiv:2508.10925); else silu
+from .layers import VariantLayer
 
 
 class MixtureBackend(Backend):
@@ -68,8 +54,6 @@ def group_by_expert(experts: Tensor, count: int, rows: int) -> Tensor:
 
 class MixtureLayer(VariantLayer):
   """A transformer block with experts."""
-  config: MixtureConfig
-
   def make_mlp(self) -> None:
     config, backend = self.config, self.backend
     count, size = config.num_experts, config.moe_intermediate_size
@@ -106,10 +90,3 @@ class MixtureLayer(VariantLayer):
     activations = self.activate(self.gate_up.route(h, row_groups, T * k))
     outputs = self.down.route(activations, row_groups, T * k)           # (T * k, hidden)
     return (outputs.float().unflatten(0, (T, k)) * weights.unsqueeze(2)).sum(1).cast(h.dtype).contiguous()
-
-
-class Mixture(LlamaVariant):
-  """A model with experts."""
-  Layer = MixtureLayer
-  config_class = MixtureConfig
-  one_device = ": models with experts support one device"

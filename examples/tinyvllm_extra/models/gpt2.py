@@ -1,6 +1,5 @@
 """GPT-2 (Radford et al. 2019), the model to read first. Unlike LLaMA it has learned positions instead of RoPE,
 LayerNorm instead of RMSNorm, an MLP without gate, and biases everywhere. table.json has its names of tensors."""
-import pathlib
 from typing import Any
 
 from tinygrad import Tensor
@@ -8,11 +7,9 @@ from tinygrad.dtype import DType
 
 from tinyvllm import llama
 from tinyvllm.backend import TOKENS, Backend, Devices, Norm
-from tinyvllm.config import JsonObject, ModelConfig, check
+from tinyvllm.config import JsonObject
 
 from .layers import LlamaVariant, Plain, VariantConfig, VariantLayer
-from .table import TABLES, make_row
-
 
 
 class LayerNorm(Norm):
@@ -44,9 +41,6 @@ class GPT2Layer(VariantLayer):
 
 class GPT2(LlamaVariant):
   """GPT-2 on one device."""
-  Layer = GPT2Layer
-  one_device = " for GPT-2"
-
   def __init__(self, config: VariantConfig, dtype: DType, backend: Backend, devices: Devices):
     super().__init__(config, dtype, backend, devices)
     self.wpe = Plain("wpe.weight", (config.max_position_embeddings, config.hidden_size), dtype)
@@ -61,12 +55,4 @@ class GPT2(LlamaVariant):
     return (super().embed(ids, tokens) + self.wpe.weight[positions]).contiguous()   # (T, hidden)
 
 
-def read_gpt2(hf: JsonObject, path: pathlib.Path) -> tuple[ModelConfig, type[llama.Llama]]:
-  """Read config.json's content. Raises InputError for an unsupported value."""
-  for name, values in TABLES["GPT-2's supported values"].items():
-    value = hf.get(name, values[0])
-    check(value in values, f"{path}: {name}={value!r} must be {' or '.join(map(repr, values))} for GPT-2: choose "
-          "another checkpoint")
-  fields = {ours: hf[name] for ours, name in TABLES["GPT-2's fields"].items() if hf.get(name) is not None}
-  row = make_row(lambda hf: {"ropes": (None,), "attention_bias": True, "is_fused": True}, GPT2)   # no rotation
-  return row({"intermediate_size": 4 * hf.get("n_embd", 0), **hf, **fields}, path)
+def gpt2(hf: JsonObject) -> JsonObject: return {"intermediate_size": hf["intermediate_size"] or 4 * hf["hidden_size"]}

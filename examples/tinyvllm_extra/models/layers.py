@@ -1,5 +1,6 @@
 """LLaMA with options: where its norms are, how it attends, rotates and scales. table.py has each architecture's."""
 import dataclasses, functools, re
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,27 +20,47 @@ L = TypeVar("L", bound=Linear)
 
 @dataclasses.dataclass(frozen=True)
 class VariantConfig(ModelConfig):
-  """The shape of a model and the options of its layers; the defaults are LLaMA's. windows and rope_kinds have a value
-  for each layer. float16 overflows in models whose activations exceed 65504."""
+  """The shape of a model and the options of its layers; the defaults are LLaMA's. layer: the class of its layers.
+  windows and rope_kinds have a value for each layer. float16 overflows in models whose activations exceed 65504."""
+  layer: type[Any] = llama.Layer
   windows: tuple[int, ...] = ()      # positions that a token attends to, its own included; 0: all
   ropes: tuple[JsonObject | None, ...] = ()   # parameters of RoPE, as rope_parameters in config.json; None: no rotation
   rope_kinds: tuple[int, ...] = ()   # index into ropes
-  norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)   # see VariantLayer
+  norms: Sequence[str | None] = ("input_layernorm", None, "post_attention_layernorm", None)   # see VariantLayer
   norm_offset: int | None = None     # added to the weights of norms, which are then float32
+  offset_norms: str = "norm.weight"  # end of the names of these norms
+  post_norm_eps: float = 0           # of the norms after attention and MLP; 0: rms_norm_eps
   qkv_bias: bool = False             # like attention_bias, but not of o_proj
-  qk_norm: str | None = None         # RMS norm of q and k: of each "head", or of "all" heads together
-  has_gate: bool = False             # sigmoid of a gate, which follows a head's q in q_proj, scales the head's output
+  qk_norm: str | None = None         # RMS norm of q and k: of each "head", also without weights ("unit"), or of "all"
+  gate: str = ""                     # matrix of gates: their sigmoids scale heads' outputs; q_proj: after each head's q
   attention_scale: float = 0         # factor of the scores; 0: 1 / sqrt(head_dim)
   attention_cap: float = 0           # soft cap of the scores; 0: none
   has_sinks: bool = False            # a score of each head that takes weight: see Backend.attend
   logits_scale: float = 1            # factor of the logits
   logits_cap: float = 0              # soft cap of the logits; 0: none
+  unit_embeddings: bool = False      # RMS norm of embeddings, without weights
   embedding_multiplier: float = 1
   residual_multiplier: float = 1     # factor of what attention and MLP add to the residual stream
   activation: str = "silu"           # a method of Tensor; "gelu" is the tanh approximation
-  is_fused: bool = False             # the checkpoint has qkv_proj and gate_up_proj
+  fused: Sequence[str] = ()          # matrices that the checkpoint has as one: "qkv", "gate_up"
   overflows_float16: bool = False
   renamed: JsonObject = dataclasses.field(default_factory=dict)   # parts of the checkpoint's names -> of the modules'
+  # Experts
+  num_experts: int = 0
+  num_experts_per_tok: int = 0
+  moe_intermediate_size: int = 0
+  norm_topk_prob: bool = True        # the weights of a token's experts sum to 1
+  dense_layers: Sequence[int] = ()   # layers with an MLP instead of experts
+  is_stacked: bool = False           # the checkpoint has all experts in one tensor
+  expert_bias: bool = False          # biases of the router and the experts
+  swiglu: tuple[float, ...] = ()     # alpha and limit of gpt-oss's activation (arXiv:2508.10925); else silu
+  # Recurrent layers: see recurrent.py
+  layer_types: Sequence[str] = ()    # "full_attention", else the layer has a state; (): none has
+  kernel_size: int = 3               # inputs of a convolution
+  channels: int = 0                  # that the convolutions compute
+  matrices: tuple[int, int] = (0, 0)   # K, 0 for no matrix, and the mixer's outputs, heads * V: see delta_kernel
+  heads: tuple[int, int] = (0, 0)    # heads of the delta rule, and groups of neighbours with the same q and k
+  in_proj: JsonObject = dataclasses.field(default_factory=dict)   # rows of the mixer's inputs, by name
 
 
 def row_order(config: ModelConfig, name: str, count: int) -> np.ndarray | None:
@@ -48,14 +69,20 @@ def row_order(config: ModelConfig, name: str, count: int) -> np.ndarray | None:
   the scores do not change, as the order is the same for q and k. Gates follow the queries of all heads."""
   if not re.search(r"\.(q|k|qkv)_(proj|norm)$", name) or not isinstance(config, VariantConfig): return None
   sizes = [int(config.head_dim * rope["partial_rotary_factor"]) for rope in config.ropes if rope]
-  if set(sizes) <= {config.head_dim} and not config.has_gate: return None
-  parts = 1 + (config.has_gate and name.endswith("q_proj"))
+  if set(sizes) <= {config.head_dim} and not config.gate: return None
+  parts = 1 + (bool(config.gate) and name.endswith(config.gate))
   rows = np.arange(count).reshape(-1, parts, config.head_dim).swapaxes(0, 1).reshape(-1, config.head_dim)   # (heads, D)
   heads = config.num_attention_heads + config.num_key_value_heads if name.endswith("qkv_proj") else len(rows) // parts
   rotated, plain = np.split(rows[:heads], sizes[:1], 1)
   halves = zip(np.split(rotated, 2, 1), np.split(plain, 2, 1), strict=True)
   rows[:heads] = np.hstack([part for half in halves for part in half])
   return rows.ravel()
+
+
+def unit_norm(x: Tensor, eps: float) -> Tensor:
+  """RMS norm without weights over the last axis, computed in float32."""
+  h = x.float()
+  return (h * (h.square().mean(-1, keepdim=True) + eps).rsqrt()).cast(x.dtype)
 
 
 class Plain(Module):
@@ -88,12 +115,13 @@ class VariantLayer(llama.Layer):
     """Make the modules of `attention`."""
     config, linear = self.config, self.backend.Linear
     q_size, kv_size = [n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads)]
-    rows = {"self_attn.q_proj": q_size * (1 + config.has_gate), "self_attn.k_proj": kv_size,
-            "self_attn.v_proj": kv_size}
-    if config.is_fused: rows = {"self_attn.qkv_proj": sum(rows.values())}
+    rows = {"self_attn.q_proj": q_size}
+    if config.gate: rows[config.gate] = rows.get(config.gate, 0) + q_size
+    rows |= {"self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
+    if "qkv" in config.fused: rows = {"self_attn.qkv_proj": sum(rows.values())}
     self.qkv_proj = self.linear(linear, config.hidden_size, rows, config.qkv_bias or config.attention_bias)
-    if config.qk_norm:
-      is_all = config.qk_norm == "all"
+    is_all = config.qk_norm == "all"
+    if config.qk_norm in ("all", "head"):
       self.q_norm = self.norm("self_attn.q_norm", q_size if is_all else config.head_dim)
       self.k_norm = self.norm("self_attn.k_norm", kv_size if is_all else config.head_dim)
     # With a norm after it, an output must be one sum
@@ -104,7 +132,8 @@ class VariantLayer(llama.Layer):
 
   def norm(self, source: str, size: int) -> Norm:
     dtype = self.dtype if self.config.norm_offset is None else dtypes.float32   # 1 + w needs more digits than w
-    return self.backend.Norm(f"{self.name}.{source}", size, self.config.rms_norm_eps, dtype)
+    eps = source in self.config.norms[1::2] and self.config.post_norm_eps or self.config.rms_norm_eps
+    return self.backend.Norm(f"{self.name}.{source}", size, eps, dtype)
 
   def linear(self, layer_type: type[L], in_features: int, rows: dict[str, int], bias: bool, axis: int = 0) -> L:
     return layer_type(in_features, {f"{self.name}.{x}": n for x, n in rows.items()}, bias, self.dtype, axis)
@@ -113,7 +142,7 @@ class VariantLayer(llama.Layer):
     """Make the modules of `mlp`."""
     config = self.config
     rows = {"mlp.gate_proj": config.intermediate_size, "mlp.up_proj": config.intermediate_size}
-    if config.is_fused: rows = {"mlp.gate_up_proj": sum(rows.values())}
+    if "gate_up" in config.fused: rows = {"mlp.gate_up_proj": sum(rows.values())}
     self.gate_up_proj = self.linear(self.backend.GateUp, config.hidden_size, rows, config.mlp_bias)
     self.gate_up_proj.activation = config.activation
     self.down_proj = self.linear(self.backend.Linear, config.intermediate_size, {"mlp.down_proj": config.hidden_size},
@@ -129,9 +158,12 @@ class VariantLayer(llama.Layer):
     config = self.config
     qkv = self.qkv_proj(h)                                              # (T, (H + 2 KV) * D), and gates
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    sizes = [n * config.head_dim for n in (*[heads] * (1 + config.has_gate), kv_heads, kv_heads)]
+    sizes = [n * config.head_dim for n in (*[heads] * (1 + bool(config.gate)), kv_heads, kv_heads)]
     q, *gates, k, v = qkv.split(sizes, 1)                               # (T, heads * D) each
-    if config.qk_norm:
+    if config.qk_norm == "unit":
+      qk = unit_norm(q.cat(k, dim=1).unflatten(1, (-1, config.head_dim)), config.rms_norm_eps)   # (T, H + KV, D)
+      qkv = qk.flatten(1).cat(v, dim=1).contiguous()
+    elif config.qk_norm:
       def normed(x, norm):
         return norm(x.reshape(x.shape[0], -1, norm.weight.shape[0]).contiguous()).reshape(x.shape)
       qkv = Tensor.cat(normed(q, self.q_norm), normed(k, self.k_norm), v, dim=1).contiguous()
@@ -153,16 +185,15 @@ class VariantLayer(llama.Layer):
 
 
 class LlamaVariant(Llama):
-  """A model whose layers have options. one_device: why it supports only one device, if it does."""
-  Layer: type[llama.Layer] = VariantLayer
+  """A model whose layers have options."""
   config: VariantConfig
-  config_class = VariantConfig
-  one_device = ""
 
   def __init__(self, config: VariantConfig, dtype: DType, backend: Backend, devices: Devices):
-    is_whole = any(config.norms[1::2]) or config.qk_norm == "all" or config.is_fused
-    why = self.one_device or is_whole and ": this model norms whole outputs or stores q, k and v as one matrix"
-    if why: check_one_device(len(devices.names), why)
+    self.Layer = config.layer
+    is_whole = any(config.norms[1::2]) or config.qk_norm == "all" or config.fused or config.has_sinks
+    if is_whole or config.layer is not VariantLayer:
+      check_one_device(len(devices.names), ": this model has experts, recurrent layers, learned positions, sinks, "
+                       "norms of whole outputs, or q, k and v or gate and up in one matrix")
     check(dtype != dtypes.float16 or not config.overflows_float16, "dtype='float16' overflows in this model: use "
           "'auto', 'bfloat16' or 'float32'", "float16")
     super().__init__(config, dtype, backend, devices)
@@ -182,6 +213,7 @@ class LlamaVariant(Llama):
 
   def embed(self, ids: Tensor, tokens: Tensor) -> Tensor:
     x = super().embed(ids, tokens)
+    if self.config.unit_embeddings: x = unit_norm(x, self.config.rms_norm_eps).contiguous()
     return x if self.config.embedding_multiplier == 1 else x * self.config.embedding_multiplier
 
   def __call__(self, *inputs: Any) -> Tensor:

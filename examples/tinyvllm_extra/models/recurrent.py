@@ -1,7 +1,7 @@
 """Layers with a state of fixed size instead of K and V, and models that have both kinds. The rows of a tensor, (rows,
 ...), hold a layer's states: one for each slot, one for padding, then others, see StateRows. A step reads a sequence's
 row before the sequence's first token and writes it after the last one."""
-import dataclasses, functools, math
+import functools, math
 from collections.abc import Callable
 
 import numpy as np
@@ -10,33 +10,20 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
 from tinyvllm.backend import TOKENS, cpu_cores, exclusive
-from tinyvllm.config import JsonObject, ModelConfig, check
+from tinyvllm.config import JsonObject, ModelConfig
 from tinyvllm.runner import Runner, upload, zeros
 
-from .layers import LlamaVariant, Plain, VariantConfig, VariantLayer
-from .table import TABLES, make_row
+from .layers import Plain, VariantConfig, VariantLayer
+from .table import make_row
 
 SLOT, POSITION = [[*TOKENS.formats].index(name) for name in ("slot", "position")]
 COPIED = 2**16   # numbers of each layer that a copy moves together, at least one row
 
 
-@dataclasses.dataclass(frozen=True)
-class HybridConfig(VariantConfig):
-  """A config with the kind of each layer: "full_attention", else it has a state. kernel_size, channels: of the
-  convolutions. matrices: K, or 0 for none, and outputs of the mixer, heads * V, see delta_kernel. heads: of the delta
-  rule, and groups of consecutive ones with the same q and k. in_proj: rows of the mixer's inputs, by name."""
-  layer_types: tuple[str, ...] = ()
-  kernel_size: int = 3
-  channels: int = 0
-  matrices: tuple[int, int] = (0, 0)
-  heads: tuple[int, int] = (0, 0)
-  in_proj: JsonObject = dataclasses.field(default_factory=dict)
-
-
 def state_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
   """Return the shape of each layer's state in float32: the convolution's last inputs, (kernel_size - 1, channels), then
   `matrices`, in one row; () for a layer with K and V."""
-  if not isinstance(config, HybridConfig): return [()] * config.num_hidden_layers
+  if not isinstance(config, VariantConfig) or not config.layer_types: return [()] * config.num_hidden_layers
   size = (config.kernel_size - 1) * config.channels + math.prod(config.matrices)
   return [() if kind == "full_attention" else (size,) for kind in config.layer_types]
 
@@ -176,9 +163,8 @@ def delta_kernel(out: UOp, state: UOp, x: UOp, gates: UOp, tokens: UOp, K: int, 
 
 
 class HybridLayer(VariantLayer):
-  """A transformer block with attention or, where the layer has a state, a mixer of tokens."""
-  config: HybridConfig
-
+  """A transformer block of LFM2 (Liquid AI 2025, arXiv:2511.23404), with attention or, where the layer has a state, a
+  short convolution."""
   def make_attention(self) -> None:
     config = self.config
     self.has_kv = not state_shapes(config)[int(self.name.split(".")[-1])]
@@ -195,13 +181,14 @@ class HybridLayer(VariantLayer):
     return self.out_proj(self.mix(h, cache[0], tokens).cast(h.dtype).contiguous())
 
   def mix(self, h: Tensor, state: Tensor, tokens: Tensor) -> Tensor:
-    """Return a short convolution with two gates (LFM2), (T, hidden), C * conv(B * x), for normed h, (T, hidden)."""
+    """Return a short convolution with two gates, (T, hidden), C * conv(B * x), for normed h, (T, hidden)."""
     b, c, x = self.in_proj(h).chunk(3, 1)                               # (T, hidden) each
     return c * causal_conv((b.float() * x).contiguous(), state, self.conv.weight, tokens)
 
 
 class DeltaRuleLayer(HybridLayer):
-  """A transformer block with attention or the gated delta rule."""
+  """A transformer block of Qwen3.5 (dense). Unlike Qwen3 it has the gated delta rule instead of attention in most
+  layers, gates for the outputs of attention, RoPE on a quarter of a head, and norms of 1 + w."""
   def make_attention(self) -> None:
     super().make_attention()
     if self.has_kv: return
@@ -223,41 +210,26 @@ class DeltaRuleLayer(HybridLayer):
     return self.gated_norm(out).flatten(1) * z.float().silu()
 
 
-class Hybrid(LlamaVariant):
-  """A model with attention in some layers, and a recurrent state in the others: LFM2 (Liquid AI 2025,
-  arXiv:2511.23404)."""
-  Layer = HybridLayer
-  config_class = HybridConfig
-  one_device = " for models with recurrent layers"
-
-
-class Qwen35(Hybrid):
-  """Qwen3.5 (dense, its text part). Unlike Qwen3 it has the gated delta rule instead of attention in most layers, gates
-  for the outputs of attention, RoPE on a quarter of a head, and norms of 1 + w."""
-  Layer = DeltaRuleLayer
-
-
 def lfm2(hf: JsonObject) -> JsonObject:
-  check(not hf.get("conv_bias"), "model: conv_bias=True is not supported; supported: false")
   layers, hidden, multiple = range(hf["num_hidden_layers"]), hf["hidden_size"], hf["block_multiple_of"]
   types = hf.get("layer_types") or [["conv", "full_attention"][i in hf.get("full_attn_idxs", layers)] for i in layers]
-  size: int = hf.get("block_ff_dim") or hf["intermediate_size"]
+  size: int = hf["intermediate_size"]
   if hf["block_auto_adjust_ff_dim"]:
     size = -(-int(int(2 * size / 3) * hf["block_ffn_dim_multiplier"]) // multiple) * multiple
-  return {"layer_types": tuple(types), "kernel_size": hf["conv_L_cache"], "channels": hidden, "matrices": (0, hidden),
-          "in_proj": {"mixer.in_proj": 3 * hidden}, "qk_norm": "head", "rms_norm_eps": hf["norm_eps"],
-          "intermediate_size": size, "tie_word_embeddings": hf.get("tie_embedding", hf["tie_word_embeddings"])}
+  return {"layer_types": types, "matrices": (0, hidden), "in_proj": {"mixer.in_proj": 3 * hidden},
+          "intermediate_size": size}
 
 
 def qwen3_5(hf: JsonObject) -> JsonObject:
   interval, layers = hf["full_attention_interval"], range(hf["num_hidden_layers"])
   types = hf.get("layer_types") or ["linear_attention" if (i + 1) % interval else "full_attention" for i in layers]
-  kernel_size, keys, heads, K, V = [hf[name] for name in TABLES["Qwen3.5's sizes"]]
+  keys, heads = hf["linear_num_key_heads"], hf["linear_num_value_heads"]
+  K, V = hf["linear_key_head_dim"], hf["linear_value_head_dim"]
   channels = 2 * keys * K + heads * V   # q, k and v
-  return {"layer_types": tuple(types), "kernel_size": kernel_size, "norm_offset": hf["norm_offset"], "qk_norm": "head",
-          "matrices": (K, heads * V), "heads": (heads, hf["linear_groups"] or keys), "channels": channels,
-          "in_proj": {"mixer.in_proj_qkv": channels, "mixer.in_proj_z": heads * V}, "has_gate": hf["attn_output_gate"]}
+  return {"layer_types": types, "channels": channels, "matrices": (K, heads * V),
+          "heads": (heads, hf["linear_groups"] or keys),
+          "in_proj": {"mixer.in_proj_qkv": channels, "mixer.in_proj_z": heads * V}}
 
 
-HYBRIDS = {"Lfm2ForCausalLM": make_row(lfm2, Hybrid), "Qwen3_5ForCausalLM": make_row(qwen3_5, Qwen35),
-           "Qwen3_5ForConditionalGeneration": make_row(qwen3_5, Qwen35)}
+HYBRIDS = {"Lfm2ForCausalLM": make_row(lfm2, HybridLayer), "Qwen3_5ForCausalLM": make_row(qwen3_5, DeltaRuleLayer),
+           "Qwen3_5ForConditionalGeneration": make_row(qwen3_5, DeltaRuleLayer)}

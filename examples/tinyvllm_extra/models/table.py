@@ -1,16 +1,18 @@
-"""Architectures like LLaMA: a row has the options of its layers, read from config.json. To add one, write a function
-like `granite` and add it to ROWS, under its name in config.json's `architectures`."""
+"""Architectures like LLaMA: a row has the options of its layers, read from config.json. table.json has a row for each
+name in config.json's `architectures`: defaults of config.json's fields, fields whose values are options, other options,
+the supported values of fields, and parts of tensors' names with the modules' names. To add an architecture, write a row
+there, and one in ROWS, with a function that computes further options."""
 import pathlib
 from collections.abc import Callable
 
 from tinyvllm.config import JsonObject, ModelConfig, check, read_json
 from tinyvllm.llama import Llama
 
-from .experts import Mixture
-from .layers import LlamaVariant, VariantConfig
+from .experts import MixtureLayer
+from .layers import LlamaVariant, VariantConfig, VariantLayer
 from .ropes import ROPE_TYPES, read_rope
 
-TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))   # defaults of architectures, names of tensors
+TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}   # a method of Tensor, whose gelu is the tanh approximation
 Reader = Callable[[JsonObject, pathlib.Path], tuple[ModelConfig, type[Llama]]]   # reads config.json
 
@@ -31,6 +33,13 @@ def two_ropes(hf: JsonObject, local: JsonObject, default: Callable[[int], bool])
   return options | {"ropes": (full, sliding), "rope_kinds": tuple(int(x > 0) for x in options["windows"])}
 
 
+def layer_ropes(hf: JsonObject, thetas: list[float]) -> JsonObject:
+  """Return RoPE of each layer. thetas: rope_theta of each layer, 0 for no rotation."""
+  kinds = sorted({*thetas}, reverse=True)
+  return {"ropes": tuple({**read_rope(hf), "rope_theta": x} if x else None for x in kinds),
+          "rope_kinds": tuple(map(kinds.index, thetas))}
+
+
 def mistral(hf: JsonObject) -> JsonObject:
   rope = read_rope(hf)   # Ministral 3 scales q by position beyond the original length, which is the limit here
   if "llama_4_scaling_beta" not in rope: return windows(hf)
@@ -39,109 +48,103 @@ def mistral(hf: JsonObject) -> JsonObject:
 
 def qwen2(hf: JsonObject) -> JsonObject:
   has_windows = hf.get("use_sliding_window", False)
-  return {"qkv_bias": True, **windows(hf, lambda i: has_windows and i >= hf.get("max_window_layers", 28))}
-
-
-def qwen3(hf: JsonObject) -> JsonObject: return qwen2(hf) | {"qkv_bias": False, "qk_norm": "head"}
+  return windows(hf, lambda i: has_windows and i >= hf.get("max_window_layers", 28))
 
 
 def smollm3(hf: JsonObject) -> JsonObject:
   count = hf["num_hidden_layers"]
   rotates = hf.get("no_rope_layers") or [(i + 1) % hf.get("no_rope_layer_interval", 4) != 0 for i in range(count)]
   has_windows = hf.get("use_sliding_window", False)   # only in layers without RoPE
-  return {"ropes": (read_rope(hf), None), "rope_kinds": tuple(int(not x) for x in rotates),
+  return {**layer_ropes(hf, [read_rope(hf)["rope_theta"] * bool(x) for x in rotates]),
           **windows(hf if has_windows else {**hf, "sliding_window": 0}, lambda i: not rotates[i])}
 
 
 def granite(hf: JsonObject) -> JsonObject:
-  return {"attention_scale": hf["attention_multiplier"], "logits_scale": 1 / hf["logits_scaling"],
-          "embedding_multiplier": hf["embedding_multiplier"], "residual_multiplier": hf["residual_multiplier"]}
+  has_rope = hf.get("position_embedding_type", "rope") == "rope"
+  return {"logits_scale": 1 / hf["logits_scaling"], "ropes": (read_rope(hf) if has_rope else None,)}
 
 
-def phi3(hf: JsonObject) -> JsonObject: return {"is_fused": True, **windows(hf)}
+def granite_swa(hf: JsonObject) -> JsonObject:
+  thetas = hf.get("layer_rope_theta") or [read_rope(hf)["rope_theta"]] * hf["num_hidden_layers"]
+  return {**granite(hf), **layer_ropes(hf, thetas), **windows(hf, lambda i: i % 4 > 0)}
 
 
-def olmo2(hf: JsonObject) -> JsonObject:
-  return {"norms": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"), "qk_norm": "all"}
+def muse_glimmer(hf: JsonObject) -> JsonObject:
+  count = hf["num_hidden_layers"]
+  rotates = hf.get("layer_rope_theta") or [(count - 1 - i) % 4 for i in range(count)]   # not 0
+  return {**layer_ropes(hf, [read_rope(hf)["rope_theta"] * bool(x) for x in rotates]),
+          **windows(hf, lambda i: (count - 1 - i) % 4 > 0),
+          "attention_scale": hf["qk_scale_factor"] * hf["head_dim"]**-0.5}
 
 
-def olmo3(hf: JsonObject) -> JsonObject:
-  return olmo2(hf) | two_ropes(hf, {"rope_type": "default"}, lambda i: (i + 1) % 4 != 0)
+def olmo3(hf: JsonObject) -> JsonObject: return two_ropes(hf, {"rope_type": "default"}, lambda i: (i + 1) % 4 != 0)
 
 
 def gemma2(hf: JsonObject) -> JsonObject:
-  return {"norms": tuple(TABLES["Gemma's norms"]), "norm_offset": hf.get("norm_offset", 1),   # GGUF has 1 + w
-          "embedding_multiplier": hf["hidden_size"]**0.5,
-          "attention_scale": hf["query_pre_attn_scalar"]**-0.5, "attention_cap": hf.get("attn_logit_softcapping", 0),
-          "logits_cap": hf.get("final_logit_softcapping", 0), "overflows_float16": True,
+  return {"embedding_multiplier": hf["hidden_size"]**0.5, "attention_scale": hf["query_pre_attn_scalar"]**-0.5,
           **windows(hf, lambda i: (i + 1) % 2 != 0)}
 
 
 def gemma3(hf: JsonObject) -> JsonObject:
-  is_causal = not hf.get("use_bidirectional_attention")
-  check(is_causal, "use_bidirectional_attention=True is not supported: choose a model that generates text")
   local = {"rope_type": "default", "rope_theta": hf["rope_local_base_freq"]}
-  return gemma2(hf) | two_ropes(hf, local, lambda i: (i + 1) % hf["sliding_window_pattern"] != 0) | {"qk_norm": "head"}
-
-
-def experts(hf: JsonObject) -> JsonObject:
-  count = hf.get("num_experts") or hf["num_local_experts"]
-  return {"num_experts": count, "num_experts_per_tok": hf["num_experts_per_tok"],
-          "moe_intermediate_size": hf.get("moe_intermediate_size") or hf["intermediate_size"]}
+  return gemma2(hf) | two_ropes(hf, local, lambda i: (i + 1) % hf["sliding_window_pattern"] != 0)
 
 
 def qwen3_moe(hf: JsonObject) -> JsonObject:
   step, layers = hf.get("decoder_sparse_step") or 1, range(hf["num_hidden_layers"])
-  dense = tuple(i for i in layers if i in (hf.get("mlp_only_layers") or ()) or (i + 1) % step)
-  return qwen3(hf) | experts(hf) | {"dense_layers": dense, "norm_topk_prob": hf.get("norm_topk_prob", False)}
-
-
-def mixtral(hf: JsonObject) -> JsonObject: return windows(hf) | experts(hf)
-
-
-def olmoe(hf: JsonObject) -> JsonObject:
-  check(hf.get("clip_qkv") is None, f"model: clip_qkv={hf.get('clip_qkv')} is not supported; supported: null")
-  return experts(hf) | {"qk_norm": "all", "norm_topk_prob": hf.get("norm_topk_prob", False)}
+  return {**qwen2(hf), "dense_layers": [i for i in layers if i in (hf.get("mlp_only_layers") or ()) or (i + 1) % step]}
 
 
 def gpt_oss(hf: JsonObject) -> JsonObject:
-  return windows(hf) | experts(hf) | {"is_stacked": True, "expert_bias": True, "has_sinks": True,
-                                      "swiglu": (hf.get("swiglu_alpha", 1.702), hf.get("swiglu_limit", 7.0))}
+  return {**windows(hf), "swiglu": (hf.get("swiglu_alpha", 1.702), hf.get("swiglu_limit", 7.0))}
 
 
-def make_row(options: Callable[[JsonObject], JsonObject], model_class: type[LlamaVariant] = LlamaVariant) -> Reader:
-  """Return a function that reads config.json's content without null fields; see MODELS. TABLES has defaults."""
+def make_row(options: Callable[[JsonObject], JsonObject] = lambda hf: {}, layer: type[VariantLayer] = VariantLayer,
+             model_class: type[LlamaVariant] = LlamaVariant) -> Reader:
+  """Return a function that reads config.json's content; see MODELS. options: returns options that table.json lacks."""
   def read(hf: JsonObject, path: pathlib.Path) -> tuple[VariantConfig, type[LlamaVariant]]:
-    architecture = TABLES["text parts"].get(hf["architectures"][0], hf["architectures"][0])
-    hf = {**TABLES["defaults"].get(architecture, {}), **hf}
+    architecture = hf["architectures"][0]
+    row = TABLES.get(TABLES["text parts"].get(architecture, architecture), {})
+    fields: JsonObject = row.get("fields", {})   # ours -> config.json's
+    hf = {**row.get("defaults", {}), **hf}
+    hf |= {ours: hf[name] for ours, name in fields.items() if hf.get(name) is not None}
+    for name, supported in row.get("supported", {}).items():
+      value = hf.get(name, supported[0])
+      is_supported = all(x in supported for x in (value if isinstance(value, list) else [value]))
+      check(is_supported, f"{path}: {name}={value!r} is not supported in {architecture}; supported: "
+            f"{', '.join(map(repr, supported))}: choose another model")
     core = ModelConfig.from_hf({**hf, "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
                                 "rope_parameters": {"rope_type": "default"}}, path)
     name = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
     check(name in ACTIVATIONS, f"{path}: hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     zeros = (0,) * core.num_hidden_layers
-    values = {"rope_kinds": zeros, "windows": zeros, "activation": ACTIVATIONS[name], **options(hf)}
-    values = {"ropes": (read_rope(hf),), "renamed": TABLES["renamed"].get(architecture, {}), **values}
+    values = {"rope_kinds": zeros, "windows": zeros, "activation": ACTIVATIONS[name], "ropes": (read_rope(hf),),
+              "renamed": row.get("renamed", {}), "layer": layer, **row.get("options", {}),
+              **{name: hf[name] for name in fields if name in hf}, **options(hf)}
     rope = values["ropes"][0] or {}
     if rope.get("rope_type") == "yarn":   # which extends the context length
       length = int(rope["factor"] * rope["original_max_position_embeddings"])
       values.setdefault("max_position_embeddings", max(length, core.max_position_embeddings))
     for name in [rope["rope_type"] for rope in values["ropes"] if rope]:
       check(name in ROPE_TYPES, f"{path}: rope_type {name!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    return model_class.config_class(**vars(core) | values), model_class
+    return VariantConfig(**vars(core) | values), model_class
   return read
 
 
 ROWS = {
   "Gemma2ForCausalLM": make_row(gemma2),
   "Gemma3ForCausalLM": make_row(gemma3), "Gemma3ForConditionalGeneration": make_row(gemma3),
-  "GptOssForCausalLM": make_row(gpt_oss, Mixture),
-  "GraniteForCausalLM": make_row(granite),
+  "GptOssForCausalLM": make_row(gpt_oss, MixtureLayer),
+  "GraniteForCausalLM": make_row(granite), "GraniteMoeHybridForCausalLM": make_row(granite),
+  "GraniteSWAForCausalLM": make_row(granite_swa),
   **{f"{x}ForCausalLM": make_row(mistral) for x in ("Ministral", "Ministral3", "Mistral")},
   "Mistral3ForConditionalGeneration": make_row(mistral),
-  "MixtralForCausalLM": make_row(mixtral, Mixture),
-  "Olmo2ForCausalLM": make_row(olmo2), "Olmo3ForCausalLM": make_row(olmo3),
-  "OlmoeForCausalLM": make_row(olmoe, Mixture),
-  "Phi3ForCausalLM": make_row(phi3),
-  "Qwen2ForCausalLM": make_row(qwen2), "Qwen3ForCausalLM": make_row(qwen3),
-  "Qwen3MoeForCausalLM": make_row(qwen3_moe, Mixture),
+  "MixtralForCausalLM": make_row(windows, MixtureLayer),
+  "MuseGlimmerForConditionalGeneration": make_row(muse_glimmer),
+  "Olmo2ForCausalLM": make_row(), "Olmo3ForCausalLM": make_row(olmo3),
+  "OlmoeForCausalLM": make_row(layer=MixtureLayer),
+  "Phi3ForCausalLM": make_row(windows),
+  "Qwen2ForCausalLM": make_row(qwen2), "Qwen3ForCausalLM": make_row(qwen2),
+  "Qwen3MoeForCausalLM": make_row(qwen3_moe, MixtureLayer),
+  "Qwen3VLForConditionalGeneration": make_row(qwen2),
   "SmolLM3ForCausalLM": make_row(smollm3)}
