@@ -1,5 +1,6 @@
 """The scheduler and the block manager alone, under random operations. The fake model's next token depends on the length
 of the sequence, and its cache holds for each position the tokens up to it, so that every read can be checked."""
+import collections
 import hashlib
 import random
 from unittest.mock import Mock
@@ -13,6 +14,7 @@ from tinyvllm.config import EngineConfig
 from tinyvllm.engine import Engine
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler import BlockManager, Scheduler
+from tinyvllm_extra.cache.snapshots import StatePool
 from tinyvllm_extra.engine_metrics import MeteredScheduler, RequestMetrics
 from tinyvllm_extra.options import LLMConfig
 
@@ -179,6 +181,57 @@ def test_scheduler_thousand_random_operations_keep_invariants(seed):
   engine.check_end()
   totals = engine.scheduler.counters
   assert totals["num_preemptions"] > 10 and (totals["prefix_cache_hits"] > 100) == caching, "too few cases"
+
+
+class FakeStates(StatePool):
+  """Recurrent states that hold the tokens up to a position. rows: by number."""
+  def __init__(self, slots, num_snapshots):
+    self.padding, self.num_hits = slots, 0
+    self.free_rows = [*range(slots + 1, slots + 1 + num_snapshots)]
+    self.snapshots, self.rows = collections.OrderedDict(), {}
+
+  def copy(self, pairs): self.rows |= {target: self.rows[source] for source, target in pairs}
+
+
+class HybridEngine(FakeEngine):
+  """A FakeEngine of a model with recurrent states, which checks each state that a step reads."""
+  def __init__(self, num_snapshots, *args):
+    super().__init__(*args)
+    self.num_snapshots, self.states = num_snapshots, FakeStates(self.config.max_num_seqs, num_snapshots)
+    self.scheduler.states = self.states
+
+  def write(self, computed):
+    for seq, positions in computed.items():
+      if positions.start: assert self.states.rows[seq.slot] == self.tokens_up_to(seq, positions.start - 1)
+      self.states.rows[seq.slot] = self.tokens_up_to(seq, positions.stop - 1)
+    return super().write(computed)
+
+  def recover(self):
+    self.states.rows |= dict.fromkeys(range(self.states.padding + 1), "garbage")
+    super().recover()
+
+  def check(self):
+    super().check()
+    rows = [*self.states.free_rows, *self.states.snapshots.values()]
+    first = self.states.padding + 1
+    assert sorted(rows) == [*range(first, first + self.num_snapshots)], "a row is lost or has two uses"
+
+
+@pytest.mark.parametrize("seed", [*range(4), *slow(*range(4, 20))])
+def test_hybrid_thousand_random_operations_lose_no_state(seed, monkeypatch):
+  """With no, one and few snapshots, and sequences as long as the pool."""
+  monkeypatch.setattr("tinyvllm_extra.cache.snapshots.INTERVAL", 12)
+  rng, size = random.Random(seed), [4, 1, 3, 4][seed % 4]
+  engine = HybridEngine([40, 8, 1, 0][seed % 4], 64 // size, size, 5, 16, "fcfs", 64, True, seed // 4 % 2 == 0)
+  for _ in range(1000):
+    live = [*engine.scheduler.running, *engine.scheduler.waiting]
+    if len(live) < 8 and rng.random() < 0.4:
+      engine.add(rng.choice([rng.randint(1, 40), 62]), rng.randint(1, 24), 0, rng.randint(0, 2), rng.choice([1, 1, 3]))
+    elif live and rng.random() < 0.05: engine.abort(rng.choice(live))
+    else: engine.step(failure=rng.choice(["launch", "record"]) if rng.random() < 0.02 else None)
+  engine.check_end()
+  assert engine.scheduler.counters["num_preemptions"] > 10
+  assert (engine.states.num_hits > 20) == (engine.num_snapshots > 0)
 
 
 @pytest.mark.parametrize("caching", [True, False])

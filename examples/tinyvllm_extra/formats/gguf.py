@@ -283,10 +283,9 @@ def read_options(path: pathlib.Path, arch: str, metadata: JsonObject, config: Js
   windowed = TABLES["windowed"].get(arch)
   if windowed and config.get("sliding_window"): options["architectures"] = [windowed]
   if arch == "qwen35":   # heads of V with the same K are not consecutive
-    heads = options["linear_groups"] = config["linear_num_value_heads"]
-    options["linear_value_head_dim"], rest = divmod(config["linear_size"], heads)
-    check(not rest, f"model: {path}: {arch}.ssm.inner_size={config['linear_size']} must be a multiple of "
-          f"{arch}.ssm.time_step_rank={heads}")
+    heads, size = config["linear_num_value_heads"], config["linear_size"]
+    check(size % heads == 0, f"model: {path}: ssm.inner_size={size} must be a multiple of ssm.time_step_rank={heads}")
+    options |= {"linear_groups": heads, "linear_value_head_dim": size // heads}
   if arch.startswith("gemma"):
     is_27b = config["num_hidden_layers"] in (46, 62)   # as llama.cpp does, because files lack this scale
     size = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
