@@ -41,7 +41,6 @@ INTERNAL = {"uop", "_buf", "_copyin", "_copyout", "mstack", "mselect", "unshard"
 # Assignments to tinygrad's state that do not change its behavior
 ALLOWED_ASSIGNMENTS = {
   (f"{EXTRA}.kernels", "helpers.DEV.value"),   # selects a renderer for the CPU device, as DEV does
-  (f"{EXTRA}.kernels.kernel_cache", "codegen.to_program_cache"),   # |= adds to a dict
 }
 
 

@@ -147,11 +147,11 @@ def test_exp2_equals_numpy():
 
 IMPORTS = """
 import importlib, pkgutil
-from tinygrad.engine import realize
+from tinygrad import codegen
 from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.runtime.ops_cpu import CPUAllocator
 def patched():
-  return (CPUAllocator._alloc, ClangRenderer.code_for_op, ClangRenderer._render_defines, realize.lower_and_compile)
+  return (CPUAllocator._alloc, ClangRenderer.code_for_op, ClangRenderer._render_defines, codegen.do_to_program)
 before = patched()
 import tinyvllm, tinyvllm_extra.kernels
 for module in pkgutil.iter_modules(tinyvllm_extra.kernels.__path__):

@@ -32,7 +32,7 @@ def lowered(monkeypatch):
 
 def build_kernel(folder, name="a", compiler=CLANG):
   ast = UOp.sink(UOp.const(1), arg=KernelInfo(name=name))
-  return kernels.KernelFolder(folder, compiler).begin(ast, backend.renderer())()
+  return kernels.KernelFolder(folder, compiler)(ast, backend.renderer())
 
 
 def test_kernel_folder_lowers_each_kernel_once(lowered, tmp_path):

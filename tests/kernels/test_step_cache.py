@@ -1,8 +1,7 @@
 """Captured steps on disk: a later engine restores them, and only if nothing that determines them has changed."""
 import pytest
 from helpers.engines import ENGINE, greedy, prompt, tokens
-from tinygrad import helpers
-from tinygrad.engine import realize
+from tinygrad import codegen, helpers
 
 from tinyvllm import LLM, SamplingParams
 from tinyvllm_extra.formats import tuning
@@ -19,7 +18,7 @@ class OtherBackend(FastBackend): pass
 def run(folder, monkeypatch, tmp_path):
   """A function that makes an engine, generates, and returns the token ids and the number of captures."""
   monkeypatch.setattr(helpers.CACHELEVEL, "value", 2)
-  monkeypatch.setattr(realize.lower_and_compile, "path", tmp_path)
+  monkeypatch.setattr(codegen.do_to_program, "path", tmp_path)
 
   def make(**options):
     captures = []

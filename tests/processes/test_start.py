@@ -142,13 +142,12 @@ def test_program_exits_while_a_thread_captures(tmp_path, function):
   """During a capture tinygrad lowers kernels, or traces layers."""
   run = run_python("""
 import pathlib, sys, threading, time
-from tinygrad import Context
-from tinygrad.engine import realize
+from tinygrad import Context, codegen
 from tinyvllm import LLM
 from tinyvllm_extra.kernels import kernel_cache, layer_calls
 from tinyvllm_extra.serving import async_engine
 llm = LLM()
-realize.lower_and_compile.path = pathlib.Path(sys.argv[1])
+codegen.do_to_program.path = pathlib.Path(sys.argv[1])
 started = threading.Event()
 def slow(function):
   def call(*arguments):

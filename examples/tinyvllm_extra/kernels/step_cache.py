@@ -2,8 +2,7 @@
 import contextlib, functools, hashlib, io, logging, pathlib, pickle, time, types, zlib
 from typing import Any
 
-from tinygrad import Device, Tensor, UOp, helpers
-from tinygrad.engine import realize
+from tinygrad import Device, Tensor, UOp, codegen, helpers
 from tinygrad.engine.jit import CapturedJit, _TinyJit
 from tinygrad.uop.ops import Ops
 
@@ -90,7 +89,7 @@ class StoredStep:
 
 def restore(runner: Runner, graph: object, key: GraphKey) -> StoredStep | None:
   """Give a graph that is not captured its step, if that is stored. Return where to save it if it is not."""
-  folder = realize.lower_and_compile
+  folder = codegen.do_to_program
   if not (isinstance(graph, _TinyJit) and isinstance(folder, KernelFolder) and helpers.CACHELEVEL >= 2
           and len(runner.model.devices.names) == 1): return None
   with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):   # an object cannot be pickled

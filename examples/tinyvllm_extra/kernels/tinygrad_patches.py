@@ -4,9 +4,8 @@ import functools, os, pathlib, shutil, tempfile, threading
 from collections.abc import Callable
 from typing import Any
 
-from tinygrad import Device, UOp, helpers
+from tinygrad import Device, UOp, codegen, helpers
 from tinygrad.device import BufferSpec, LRUAllocator
-from tinygrad.engine import realize
 from tinygrad.engine.jit import CapturedJit
 from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.runtime.ops_cpu import CPUAllocator
@@ -131,9 +130,11 @@ def check_cache() -> None:
 
 
 def keep_kernels_on_disk(compiler: str) -> None:
-  """Replace lower_and_compile with a KernelFolder. tinygrad lowers all kernels again at each start.
-  Checked with 0.14.0. Remove when tinygrad caches lowered kernels. compiler: its file's size and modification time
-  identify the version without running it."""
+  """Replace do_to_program with a KernelFolder, and lower kernels in this process, which has the patches. tinygrad
+  lowers all kernels again at each start. Checked with 0.14.0. Remove when tinygrad caches lowered kernels. compiler:
+  its file's size and modification time identify the version without running it."""
+  helpers.PARALLEL.value = 0
+  renderer().compiler.cachekey = None   # another cache, whose keys lack the compiler's version
   if helpers.CACHELEVEL < 1: return
   file = os.stat(shutil.which(compiler, os.F_OK) or os.devnull)
-  realize.lower_and_compile = KernelFolder(cache_folder(), (compiler, file.st_size, file.st_mtime_ns))
+  codegen.do_to_program = KernelFolder(cache_folder(), (compiler, file.st_size, file.st_mtime_ns))
