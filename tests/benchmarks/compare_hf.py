@@ -2,11 +2,10 @@
 
   python tests/benchmarks/compare_hf.py --shape smollm2-135m --dtype float32 --running 8 --input-len 128 --output-len 64
 
-transformers runs `generate` on static batches of --running prompts and, if the installed version has it,
-`generate_batch` (continuous batching). It uses CUDA if torch has it and DEV is not CPU, otherwise all CPU threads. All
-runs are greedy with a fixed output length; the second run is timed. Weights are random. With --same-weights (the
-default below 7B) tinyvllm loads the transformers model's weights from a temporary folder, and in float32 the first
-differing token is printed."""
+transformers runs `generate` on static batches of --running prompts. It uses CUDA if torch has it and DEV is not CPU,
+otherwise all CPU threads. All runs are greedy with a fixed output length; the second run is timed. Weights are random.
+With --same-weights (the default below 7B) tinyvllm loads the transformers model's weights from a temporary folder, and
+in float32 the first differing token is printed."""
 import argparse
 import gc
 import importlib
@@ -39,11 +38,10 @@ def run_hf(args, config: dict, prompts: list[list[int]], folder: str, torch, tra
   with torch.device(device):
     model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**config), dtype=dtype).eval()
   if args.same_weights: model.save_pretrained(folder)
-  budget = max(args.max_num_batched_tokens, args.running)
   length, ids = args.output_len, torch.tensor(prompts, device=device)
   synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-  options = {"do_sample": False, "max_new_tokens": length, "eos_token_id": None, "pad_token_id": 0}
-  static = transformers.GenerationConfig(**options, min_new_tokens=length)
+  static = transformers.GenerationConfig(do_sample=False, max_new_tokens=length, min_new_tokens=length,
+                                         eos_token_id=None, pad_token_id=0)
 
   @torch.inference_mode()
   def generate() -> list[list[int]]:
@@ -51,31 +49,9 @@ def run_hf(args, config: dict, prompts: list[list[int]], folder: str, torch, tra
                               generation_config=static) for i in range(0, len(ids), args.running)]
     return [row[args.input_len:] for batch in batches for row in batch.tolist()]
 
-  def generate_batch() -> list:
-    # by default its cache takes all free memory, on a CPU the whole machine's
-    limits = {"num_blocks": len(prompts) * (2 + (args.input_len + length) // 256),
-              "max_requests_per_batch": args.running, "max_batch_tokens": budget}
-    outputs = model.generate_batch(prompts, generation_config=transformers.GenerationConfig(**options),
-                                   continuous_batching_config=transformers.ContinuousBatchingConfig(**limits))
-    return list(outputs.values())
-
   where = f"{device}, {args.dtype}, {torch.get_num_threads()} threads" if device == "cpu" else f"{device}, {args.dtype}"
   print(f"transformers {transformers.__version__}, torch {torch.__version__} on {where}", flush=True)
-  results = {"transformers generate, static batches": timed(generate, synchronize)}
-  if not hasattr(model, "generate_batch"): print(f"transformers {transformers.__version__} has no generate_batch")
-  else:
-    name = "transformers generate_batch, continuous"
-    try:
-      _, outputs = timed(generate_batch, synchronize)
-      # from the first scheduled request to the last finished one: a call also starts and stops a manager
-      seconds = max(o.lifespan[1] for o in outputs) - min(o.lifespan[0] for o in outputs)
-      results[name] = seconds, [o.generated_tokens for o in outputs]
-      lengths = {len(o.generated_tokens) for o in outputs}
-      if len(outputs) < len(prompts) or lengths != {length}: raise RuntimeError(f"lengths {lengths}, not {length}")
-    except Exception as e:   # fails in many ways; the other rows do not depend on it
-      results.pop(name, None)
-      print(f"generate_batch failed: {type(e).__name__}: {e}")
-  return results
+  return {"transformers generate, static batches": timed(generate, synchronize)}
 
 
 def main() -> None:
