@@ -22,7 +22,7 @@ L = TypeVar("L", bound=Linear)
 class VariantConfig(ModelConfig):
   """The shape of a model and the options of its layers; the defaults are LLaMA's. layer: the class of its layers.
   windows and rope_kinds have a value for each layer. float16 overflows in models whose activations exceed 65504."""
-  layer: type[Any] = llama.Layer
+  layer: type[llama.Layer] = llama.Layer
   windows: tuple[int, ...] = ()      # positions that a token attends to, its own included; 0: all
   ropes: tuple[JsonObject | None, ...] = ()   # parameters of RoPE, as rope_parameters in config.json; None: no rotation
   rope_kinds: tuple[int, ...] = ()   # index into ropes
