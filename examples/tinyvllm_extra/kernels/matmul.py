@@ -203,6 +203,18 @@ def routed_rows(out: UOp, x: UOp, row_groups: UOp | None) -> tuple[UOp, UOp, UOp
   return target, source, row_groups[group, 0].load().cast(dtypes.weakint)
 
 
+def sum_of_lanes(number: UOp, lane: UOp, lanes: int) -> UOp:
+  """Return the sum of the numbers of all lanes. Each lane adds up every `few`-th one, then `few` such sums. Uses axes 4
+  to 7."""
+  few = gcd(lanes, 32)
+  def share(number: UOp, i: UOp, count: int, slot: int) -> UOp:   # lanes with the same i have the same number
+    shared = UOp.placeholder((count,), dtypes.float32, slot, lane_axis()[1])
+    return shared.after(end(shared[i].store(number)))
+  sums, i = share(number, lane, lanes, 100), lane % few
+  if few < lanes: sums = share(fold(sums[unrolled(lanes // few, 32, 4) * few + i]), i, few, 101)
+  return fold(sums[unrolled(few, 32, 6)])
+
+
 class FastNorm(backend.Norm):
   def load(self, checkpoint: Checkpoint) -> None:
     weights = stored_weights(checkpoint)
@@ -213,21 +225,8 @@ class FastNorm(backend.Norm):
     return Tensor.empty_like(rows).custom_kernel(rows, self.weight, fxn=self.kernel)[0].reshape(x.shape)
 
   def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    is_cuda = x.dtype == delta.dtype == self.weight.dtype and cuda_source.has_mma(x.dtype) and isinstance(x.device, str)
-    if is_cuda and x.max_shape[1] in range(256, 8193, 256): return self.add_in_cuda(x, delta)
     inputs = x, self.weight, new(x, *x.shape), *partial_sums(delta)
     normed, _, _, total, *_ = Tensor.empty_like(x).custom_kernel(*inputs, fxn=self.kernel)
-    return total, normed
-
-  def add_in_cuda(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """Like `add`, with norm.cu. Rows of the step's padding are undefined."""
-    (T, K), tokens = x.max_shape, products.current_tokens(x.max_shape[0])
-    launch = Launch(f"norm_{T}_{K}", "norm.cu", {
-      "T": T, "K": K, "PARTS": delta.max_shape[0] // T, "EPS": f"{self.eps}f",
-      "TYPE": f'"{cuda_source.TYPES[x.dtype]}"', "ROWS_OF_STEP": products.rows_of_step(tokens, T)},
-      (T, 1, 1), K // 8, K // 64)
-    inputs = {"x": x, "delta": delta, "weight": self.weight, "tokens": tokens}
-    normed, total, *_ = cuda_source.run(lambda _: launch, out=new(x, T, K), total=new(x, T, K), **inputs)
     return total, normed
 
   def kernel(self, out: UOp, x: UOp, weight: UOp, total: UOp | None = None, *partials: UOp) -> UOp:
@@ -236,17 +235,16 @@ class FastNorm(backend.Norm):
     (T, K), or several stacked along the first axis."""
     T, K = x.max_shape
     wide = 1 if cpu_cores() else gcd(K, 8)   # neighbours per load
-    lanes = gcd(K, 16) if cpu_cores() else divisor(K // wide, 256)
-    t = UOp.range(T, 0)
-    lane = UOp.range(lanes, 1, lane_axis()[0])
+    # With CUDA's larger groups, a row of up to 8,192 columns is read once: a lane keeps its `wide` columns
+    lanes = gcd(K, 16) if cpu_cores() else divisor(K // wide, 1024 if cuda_source.speaks_cuda() else 256)
+    t, lane = UOp.special(T, "gidx0"), UOp.special(lanes, "lidx0")   # tinygrad would split ranges of lanes
+    if cpu_cores(): t, lane = UOp.range(T, 0), UOp.range(lanes, 1, AxisType.UPCAST)
     def load(loop_type: AxisType, wide_type: AxisType, first: int) -> tuple[UOp, UOp]:   # a lane's column and number
       column = (axis(K // wide // lanes, first, loop_type) * lanes + lane) * wide + axis(wide, first + 1, wide_type)
       return column, add_up([y[i + t, column].float() for y in (x, *partials) for i in range(0, y.max_shape[0], T)])
     value = load(AxisType.REDUCE, AxisType.UNROLL, 2)[1]
-    sums = UOp.placeholder((lanes,), dtypes.float32, 100, lane_axis()[1])
-    sums = sums.after(end(sums[lane].store(fold(value * value))))
-    column, value = load(AxisType.LOOP, AxisType.UPCAST, 6)
-    scale = (fold(sums[unrolled(lanes, 32, 4)]) / K + self.eps).rsqrt()
+    scale = (sum_of_lanes(fold(value * value), lane, lanes) / K + self.eps).rsqrt()
+    column, value = load(AxisType.LOOP, AxisType.UPCAST, 8)
     stores = [store(out, value * scale * weight[column].float(), t, column)]
     if total is not None: stores.append(total[t, column].store(value.cast(total.dtype)))
     # Less work is finished before another core has started
