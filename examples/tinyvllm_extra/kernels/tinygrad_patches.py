@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tinygrad import Device, UOp, codegen, helpers
-from tinygrad.device import BufferSpec, LRUAllocator
+from tinygrad.device import BufferSpec, LRUAllocator, TinyELF
 from tinygrad.engine.jit import CapturedJit
 from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.runtime.ops_cpu import CPUAllocator
@@ -96,7 +96,7 @@ def use_dynamic_shared_memory() -> None:
   most. Checked with 0.14.0. Remove when a PROGRAM says how many bytes it needs."""
   from tinygrad.runtime.ops_cuda import CUDAProgram   # slow to import
   load = CUDAProgram.__init__
-  def load_with_shared_memory(self: CUDAProgram, dev: Any, obj: Any) -> None:
+  def load_with_shared_memory(self: CUDAProgram, dev: Any, obj: TinyELF) -> None:
     load(self, dev, obj, int(obj.name.partition("_smem")[2] or 0))
   replace(CUDAProgram, "__init__", load_with_shared_memory)
 
