@@ -9,8 +9,7 @@ from tinyvllm.engine import Engine, Params, Parts, Prompt, Request, RequestOutpu
 
 from . import captures, engine_metrics, kernels
 from .cache import prefix_cache, snapshots
-from .formats import hub, tuning
-from .formats.architecture import Embedder, choose_model
+from .formats import architecture, hub, tuning
 from .kernels import drivers, parallel
 from .options import SAMPLING_DEFAULTS, LLMConfig, check_no_lora, document, setup_logging, takes
 from .pooling import embeddings
@@ -39,7 +38,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     config_class=LLMConfig, make_backend=lambda: kernels.make_backend(),
     open_devices=lambda config: parallel.open_devices(config) if config.tensor_parallel_size > 1 else Devices(),
     open_checkpoint=lambda path, config: hub.open_checkpoint(path, config.quantization, config.activation_quantization),
-    find_model=lambda hf_config, path, config: choose_model(hf_config, path, config.runner),
+    find_model=lambda hf_config, path, config: architecture.choose_model(hf_config, path, config.runner),
     params_class=SamplingParams, scheduler_class=engine_metrics.MeteredScheduler, logits=logits,
     open_proposer=snapshots.open_proposer)
   config: LLMConfig
@@ -70,7 +69,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     self.config = dataclasses.replace(self.config, dtype=getattr(self.backend, "stored_dtype", "") or self.config.dtype)
     self.devices = self.runner.model.devices.names
     self.scheduler.states = self.states
-    self.is_embedder = isinstance(self.runner.model, Embedder)
+    self.is_embedder = isinstance(self.runner.model, architecture.Embedder)
     check(not (self.is_embedder and self.proposer), "speculative_config must be None for an embedding model")
     # Else `encode` leaves out tokenizer.json's end token, whose hidden state is the embedding
     if self.is_embedder: self.tokenizer.config.pop("add_bos_token", None)

@@ -12,11 +12,8 @@ from tinygrad.device import ALL_DEVICES
 from tinyvllm import __version__, backend, config
 from tinyvllm.config import InputError, JsonObject
 from tinyvllm_extra import kernels, programs
-from tinyvllm_extra.formats import tuning
-from tinyvllm_extra.formats.hub import open_checkpoint
-from tinyvllm_extra.formats.architecture import choose_model
+from tinyvllm_extra.formats import architecture, gguf, hub, tuning
 from tinyvllm_extra.formats.fit import DTYPES, GIB, QUANTIZED, estimate_fit, open_device, prequantized
-from tinyvllm_extra.formats.gguf import GGUFCheckpoint
 from tinyvllm_extra.kernels.drivers import device_memory, host_memory
 
 from .tune import seconds_per_call, tune
@@ -127,14 +124,14 @@ def read_model(path: pathlib.Path) -> tuple[JsonObject, JsonObject]:
   """Open a folder or a GGUF file. Return the content of config.json, which for GGUF has the mean bits of the layers'
   matrices on the device, rounded to 4 or 8, and an entry of the report. Raises InputError if it is not usable."""
   try:
-    checkpoint = open_checkpoint(path)
+    checkpoint = hub.open_checkpoint(path)
     hf = checkpoint.hf_config
-    choose_model(hf, path)
+    architecture.choose_model(hf, path)
   except InputError: raise
   except Exception as error: raise InputError(f"model={str(path)!r}: {reason_of(error)}") from error
   has_weights = path.is_file() or any(path.glob("*.safetensors"))   # config.json alone suffices for the fit
   description = {"checkpoint": checkpoint.describe()} if has_weights else {}
-  if not isinstance(checkpoint, GGUFCheckpoint) or checkpoint.method != "gguf": return hf, description
+  if not isinstance(checkpoint, gguf.GGUFCheckpoint) or checkpoint.method != "gguf": return hf, description
   matrices = [x for name, x in checkpoint.all_tensors.items() if ".layers." in name and len(x.shape) == 2]
   bits = np.average([getattr(x.tensor_type.quant_format, "bits", 16) for x in matrices],
                     weights=[math.prod(x.shape) for x in matrices])

@@ -2,8 +2,7 @@
 import os, pathlib, signal, socket
 
 from tinyvllm.config import InputError, JsonObject, check
-from tinyvllm_extra.formats import hub
-from tinyvllm_extra.formats.architecture import choose_model
+from tinyvllm_extra.formats import architecture, hub
 from tinyvllm_extra.options import LLMConfig, setup_logging
 from tinyvllm_extra.serving.app import Server, ServerConfig
 from tinyvllm_extra.vllm_options import read_options
@@ -26,7 +25,7 @@ def check_model(model: str, options: JsonObject) -> pathlib.Path:
   """Return the path of the model, downloaded if it is a name. Raises InputError unless LLM can load it."""
   config = read_options(options, model)
   path = hub.local_path(model, config)
-  choose_model(hub.open_checkpoint(path).hf_config, path, config.runner)
+  architecture.choose_model(hub.open_checkpoint(path).hf_config, path, config.runner)
   return path
 
 

@@ -7,8 +7,7 @@ from tinygrad import Context, Device, Tensor, TinyJit, dtypes, helpers
 
 from tinyvllm.backend import Devices
 from tinyvllm.config import JsonObject, check
-from tinyvllm_extra.formats import fit, tuning
-from tinyvllm_extra.formats.architecture import choose_model
+from tinyvllm_extra.formats import architecture, fit, tuning
 from tinyvllm_extra.kernels import kernel_cache, make_backend, products
 from tinyvllm_extra.kernels.matmul import FastLinear
 
@@ -48,7 +47,7 @@ def tune(name: str, hf: JsonObject, quantization: str | None) -> list[JsonObject
   the content of config.json. quantization: of a model that is not pre-quantized, "int8", "int4" or None."""
   kept = {**tuning.prepare_device()}
   backend = make_backend()
-  config, model_class = choose_model(hf, pathlib.Path(name))
+  config, model_class = architecture.choose_model(hf, pathlib.Path(name))
   model = model_class(config, getattr(dtypes, backend.pick_dtype("auto", config)), backend, Devices())
   layers = {(type(x), x.weight.shape, x.axis): x for x in model.modules()
             if isinstance(x, FastLinear) and x.num_experts == 1 and x.weight.ndim == 8}

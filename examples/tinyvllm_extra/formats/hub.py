@@ -11,8 +11,7 @@ from tinyvllm_extra.kernels.matmul import speaks_c
 from tinyvllm_extra.options import LLMConfig, setup_logging
 from tinyvllm_extra.packages import optional
 
-from . import fit
-from .gguf import GGUFCheckpoint
+from . import fit, gguf
 from .weights import FastCheckpoint, SafetensorsCheckpoint
 
 # ORG/NAME, or for a GGUF model ORG/NAME:TYPE or ORG/NAME:FILE. A name that ends with .gguf is a path
@@ -66,7 +65,7 @@ def open_checkpoint(path: pathlib.Path, quantization: str | None = None, activat
   """Open a folder in Hugging Face's layout or a GGUF file. quantization: LLM's option. activations: its
   activation_quantization. Raises InputError for anything else."""
   is_gguf = path.suffix == ".gguf" and not path.is_dir()
-  checkpoint = (GGUFCheckpoint if is_gguf else SafetensorsCheckpoint)(path, quantization)
+  checkpoint = (gguf.GGUFCheckpoint if is_gguf else SafetensorsCheckpoint)(path, quantization)
   check(activations != "int8" or speaks_c(), "activation_quantization='int8' needs a CPU with clang: use 'auto'")
   check(activations != "fp8" or has_wgmma(), "activation_quantization='fp8' needs DEV=CUDA and Hopper: use 'auto'")
   check(activations != "fp8" or checkpoint.method in ("fp8", "compressed-tensors"),

@@ -12,9 +12,8 @@ from tinygrad.dtype import DType
 from tinyvllm import llama
 from tinyvllm.backend import Linear, Module, renderer
 from tinyvllm.config import JsonObject, check, logger, read_json
-from tinyvllm_extra.kernels.buffers import dtype_of, new_tensor
+from tinyvllm_extra.kernels import buffers, shards
 from tinyvllm_extra.models.quantized import E4M3, Matrix, Quantized, is_small_float
-from tinyvllm_extra.kernels.shards import stack as stack_shards
 from tinyvllm_extra.models.stored_weights import StoredWeights
 from tinyvllm_extra.models.layers import LlamaVariant, VariantConfig, row_order
 from tinyvllm_extra.options import check_one_device
@@ -189,7 +188,7 @@ class FastCheckpoint(StoredWeights, llama.Checkpoint, Generic[T]):
       check(size <= limit, f"model: {self.path}: {', '.join(module.sources)}: {size} bytes, but the device's "
             f"limit for a tensor is {limit}: choose another device, such as DEV=CPU")
       tensors.append(tensor.realize())
-    return tensors[0] if len(tensors) == 1 else stack_shards(tensors)
+    return tensors[0] if len(tensors) == 1 else shards.stack(tensors)
 
 
 def read_safetensors(path: pathlib.Path, supported: dict[str, np.dtype]) -> dict[str, StoredTensor]:
@@ -249,9 +248,9 @@ def supports_e4m3() -> bool:
 
 
 def to_device(array: np.ndarray, dtype: DType | None, device: str) -> Tensor:
-  own = dtype_of(array)
+  own = buffers.dtype_of(array)
   if dtype is None or dtype == own or array.itemsize < dtype.itemsize and own in renderer().supported_dtypes():
-    return new_tensor(array, device)
+    return buffers.new_tensor(array, device)
   # On the host, since the device would keep both
   if own == dtypes.bfloat16 or dtype == dtypes.float32: array = to_float32(array)
   return Tensor(array, device=device).cast(dtype).contiguous()

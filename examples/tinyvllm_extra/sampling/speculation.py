@@ -15,8 +15,7 @@ from tinyvllm.llama import Llama
 from tinyvllm.request import Sequence
 from tinyvllm.runner import Results, Runner, build_step, next_power_of_two
 from tinyvllm.scheduler import BlockManager, Scheduler
-from tinyvllm_extra.formats import hub
-from tinyvllm_extra.formats.fit import model_weights, weight_bytes
+from tinyvllm_extra.formats import fit, hub
 from tinyvllm_extra.kernels.cpu import SUMS
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.models.recurrent import state_shapes
@@ -231,14 +230,14 @@ def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner],
   if proposer.config.model is None: runners = [new_runner(num_bytes)]
   else:
     model = load_draft_model(target, proposer.config, num_bytes)
-    draft_bytes = weight_bytes(model_weights(model))
+    draft_bytes = fit.weight_bytes(fit.model_weights(model))
     def kv_size(config): return config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     target_size, draft_size = kv_size(target.model_config), kv_size(model.config)
     runner = new_runner((num_bytes - draft_bytes) * target_size // (target_size + draft_size))
     config = dataclasses.replace(target.config, num_gpu_blocks_override=runner.num_blocks)
     proposer.runners = [Runner(model, config, num_bytes, target.parts.logits)]
     # At most 1/4: the user requested a draft model, even if it is too slow to gain anything
-    proposer.draft_time = step_time(1) * min(0.25, draft_bytes / weight_bytes(model_weights(runner.model)))
+    proposer.draft_time = step_time(1) * min(0.25, draft_bytes / fit.weight_bytes(fit.model_weights(runner.model)))
     runners = [runner, *proposer.runners]
   for runner in runners: runner.max_rows = next_power_of_two(max(runner.max_rows, DRAFT_ROWS))
   return proposer, runners
@@ -263,7 +262,7 @@ def load_draft_model(target: LoadedModel, config: SpeculativeConfig, num_bytes: 
   check(limit >= (target.config.max_model_len or math.inf), f"{prefix} needs max_model_len={limit} or less")
   model = model_class(model_config, getattr(dtypes, target.config.dtype), target.backend, Devices())
   checkpoint.load(model)
-  size = weight_bytes(model_weights(model))
+  size = fit.weight_bytes(fit.model_weights(model))
   check(size < num_bytes, f"{prefix} has {size / 2**30:.2f} GiB of weights, but {num_bytes / 2**30:.2f} GiB are left "
         "next to the target's: choose a smaller one, quantize it or the target, or raise gpu_memory_utilization")
   logger.info(f"loaded {path.name} as draft model")

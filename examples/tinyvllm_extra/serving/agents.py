@@ -11,8 +11,7 @@ from tinyvllm import CompletionOutput, RequestOutput
 from tinyvllm.config import InputError, JsonObject, check, read_json
 from tinyvllm_extra.text.chat_template import INSTRUCTIONS, parse_arguments, plain_text
 
-from .answers import Job
-from .errors import anthropic_error, internal_error
+from . import answers, errors
 from .protocol import SAMPLING, ChatCompletionRequest, JsonBody, check_unknown, thinking, with_fields
 
 # ignored: fields of the official clients without effect here. stateful: fields that need stored responses or prompts.
@@ -102,7 +101,7 @@ def named_event(content: JsonObject) -> bytes:
 class BlockBuilder:
   """Writes an answer that is a list of blocks. Subclasses write the whole answer, the events of a block, and the first
   and last events."""
-  def __init__(self, chat: ChatCompletionRequest, job: Job):
+  def __init__(self, chat: ChatCompletionRequest, job: answers.Job):
     self.job = job
     self.parser, = job.parsers(chat)
     self.blocks: list[Block] = []
@@ -254,7 +253,7 @@ class MessagesBuilder(BlockBuilder):
     return start + self.block_event("stop", block)
 
   def last_events(self, error: Exception | None = None) -> bytes:
-    if error: return named_event(anthropic_error(internal_error(error)["error"]))
+    if error: return named_event(errors.anthropic_error(errors.internal_error(error)["error"]))
     end = {"type": "message_delta", "delta": self.stop(), "usage": self.usage()}
     return named_event(end) + named_event({"type": "message_stop"})
 
@@ -331,7 +330,7 @@ def add_item(messages: list[JsonObject], item: Item, path: str) -> None:
 
 class ResponsesBuilder(BlockBuilder):
   """Writes a response object, or all events up to response.completed."""
-  def __init__(self, source: ResponsesRequest, chat: ChatCompletionRequest, job: Job):
+  def __init__(self, source: ResponsesRequest, chat: ChatCompletionRequest, job: answers.Job):
     super().__init__(chat, job)
     self.num_events = 0
     values = source.model_dump(by_alias=True, exclude_unset=True)
@@ -399,5 +398,5 @@ class ResponsesBuilder(BlockBuilder):
     return b"".join(self.event(name, response=self.whole()) for name in ("created", "in_progress"))
 
   def last_events(self, error: Exception | None = None) -> bytes:
-    response = self.whole(internal_error(error)["error"]["message"] if error else None)
+    response = self.whole(errors.internal_error(error)["error"]["message"] if error else None)
     return self.event(response["status"], response=response)

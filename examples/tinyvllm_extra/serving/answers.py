@@ -8,10 +8,8 @@ import orjson
 from tinyvllm import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from tinyvllm.config import JsonObject, check
 from tinyvllm.engine import Request
-from tinyvllm_extra.text.chat_template import plain_text
-from tinyvllm_extra.text.huggingface import ChatTokenizer
+from tinyvllm_extra.text import chat_template, huggingface, tools
 from tinyvllm_extra.text.parsers import OutputFormat, Parser
-from tinyvllm_extra.text.tools import callable_functions, requires_call
 
 from .errors import internal_error
 from .protocol import ChatCompletionRequest, GenerationRequest, StreamOptions, prompt_end, tool_choice_of, tools_of
@@ -34,7 +32,7 @@ class Job:
   id: str
   model_name: str
   params: SamplingParams
-  tokenizer: ChatTokenizer
+  tokenizer: huggingface.ChatTokenizer
   output_format: OutputFormat
   requests: list[Request]   # one for each prompt
 
@@ -47,10 +45,11 @@ class Job:
   def parsers(self, body: ChatCompletionRequest) -> list[Parser]:
     """Return the parser of each sample's text. Call it before the requests run."""
     choice = tool_choice_of(body)
-    functions = callable_functions(tools_of(body), choice)
+    functions = tools.callable_functions(tools_of(body), choice)
     end = prompt_end(self.requests[0].sequences[0].tokens, self.tokenizer)
     parallel = body.parallel_tool_calls is not False
-    return [Parser(self.output_format, functions, end, requires_call(choice), parallel) for _ in range(self.params.n)]
+    is_forced = tools.requires_call(choice)
+    return [Parser(self.output_format, functions, end, is_forced, parallel) for _ in range(self.params.n)]
 
 
 class Token(NamedTuple):
@@ -200,7 +199,7 @@ class ChatBuilder(ChoicesBuilder):
     # The answer continues the last message if the template does not start a new one
     is_new = body.add_generation_prompt is not False and not body.continue_final_message
     self.role = "assistant" if is_new else last.get("role", "assistant")
-    self.echoed = plain_text(last) if body.echo and last.get("role") == self.role else ""
+    self.echoed = chat_template.plain_text(last) if body.echo and last.get("role") == self.role else ""
 
   def response(self) -> JsonObject:
     return {**super().response(), **self.prompt_fields(self.job.requests[0].output())}

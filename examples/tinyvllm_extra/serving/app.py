@@ -3,9 +3,8 @@ model is loaded; requests get HTTP 503 until then."""
 import asyncio, contextlib, functools, hmac, json, logging, os, signal, socket, threading, time, typing, uuid
 from collections.abc import Callable, Coroutine
 
-import fastapi, fastapi.middleware.cors as cors, uvicorn
+import fastapi, fastapi.middleware.cors as cors, fastapi.routing, uvicorn
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
-from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -17,12 +16,9 @@ from tinyvllm_extra.formats import hub
 from tinyvllm_extra.pooling.pooling_routes import PoolingServing
 
 from .agents import MessagesBuilder, MessagesRequest, ResponsesBuilder, ResponsesRequest
-from .answers import num_tokens
-from .async_engine import CAPTURING, AsyncLLM
-from .chat_page import chat_page
+from . import answers, async_engine, chat_page, prometheus
 from .errors import ErrorJSON, RequestValidationError, StarletteHTTPException, explain
 from .generation import EVENT_STREAM, SERVED
-from .prometheus import log_throughput
 from .protocol import AnthropicErrorResponse, ErrorResponse, encode_prompts, unknown_fields
 from .server_config import ServerConfig
 
@@ -110,14 +106,14 @@ class AccessLog:
   def log(self, scope: Scope, sent: list[Message], seconds: float, request_id: str) -> None:
     # 499: nginx's code for a client that left early
     status = sent[0]["status"] if len(sent) > 1 and not sent[1].get("more_body") else 499
-    tokens = "{} prompt and {} output tokens, ".format(*num_tokens(SERVED.get())) if SERVED.get() else ""
+    tokens = "{} prompt and {} output tokens, ".format(*answers.num_tokens(SERVED.get())) if SERVED.get() else ""
     line = f"{scope['method']} {scope['path'][:256]} {status} in {seconds:.3f} s, {tokens}id {request_id[:64]}"
     is_quiet = scope["path"].removeprefix(self.options.root_path) in self.quiet_paths
     if not self.options.disable_uvicorn_access_log:   # ascii: clients choose the path, which may contain line breaks
       logger.log(logging.DEBUG if is_quiet else logging.INFO, ascii(line)[1:-1])
 
 
-class BodyRoute(APIRoute):
+class BodyRoute(fastapi.routing.APIRoute):
   """A route whose only argument is the body. FastAPI's own handler, which is slower, answers invalid ones."""
   def get_route_handler(self) -> Callable[[fastapi.Request], Coroutine[object, object, fastapi.Response]]:
     explain = super().get_route_handler()
@@ -138,8 +134,8 @@ class Server(uvicorn.Server):
     self.error: Exception | None = None   # raised while loading the model
     self.code = 0   # exit code
     self.options = options
-    self.open_engine = functools.partial(AsyncLLM, model, options.stream_interval, True, options.prefix_cache_file,
-                                         **engine_options)
+    self.open_engine = functools.partial(async_engine.AsyncLLM, model, options.stream_interval, True,
+                                         options.prefix_cache_file, **engine_options)
     self.serving = PoolingServing(options.served_model_name or [hub.served_name(model)], options)
     unknown_fields.strict = options.strict_fields
     app: ASGIApp = Gate(self.routes(), options, self.not_ready)
@@ -172,7 +168,7 @@ class Server(uvicorn.Server):
     events: dict[int | str, JsonObject] = {200: {"content": {EVENT_STREAM: {}}}}
     for path, route in streams.items():   # first, as most requests are for them
       app.router.add_api_route(path, route, methods=["POST"], responses=events, route_class_override=BodyRoute)
-    app.get("/", response_class=HTMLResponse)(chat_page)
+    app.get("/", response_class=HTMLResponse)(chat_page.chat_page)
     app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
     for path, route in reads.items(): app.get(path)(route)
     app.head("/health", include_in_schema=False)(self.health)
@@ -184,7 +180,7 @@ class Server(uvicorn.Server):
   # Start and shutdown
 
   async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-    self.log_task = asyncio.create_task(log_throughput(self.serving.engine_metrics))
+    self.log_task = asyncio.create_task(prometheus.log_throughput(self.serving.engine_metrics))
     await super().startup(sockets)
     logger.info(f"listening on {self.options.uds or self.address()}; requests get HTTP 503 until the model is ready")
     threading.Thread(target=self.prepare, daemon=True).start()   # daemon: a signal does not wait for it
@@ -195,7 +191,7 @@ class Server(uvicorn.Server):
     except Exception as error:
       self.error = error
       self.should_exit = True
-    if self.state() and not self.should_exit: logger.info(CAPTURING)
+    if self.state() and not self.should_exit: logger.info(async_engine.CAPTURING)
     while self.state() and not self.should_exit: time.sleep(0.05)
     if not self.should_exit: logger.info(f"ready: chat page {self.address()}/, API {self.address()}/v1")
 

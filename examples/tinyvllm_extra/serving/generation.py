@@ -11,13 +11,10 @@ from tinyvllm.config import JsonObject, check, check_ids
 from tinyvllm_extra.llm import LLM
 from tinyvllm_extra.text.parsers import OutputFormat, find_format
 
-from . import protocol
+from . import errors, prometheus, protocol, server_config
 from .answers import ChatBuilder, CompletionBuilder, GenerateBuilder, Job
 from .async_engine import AsyncLLM, IndexedOutput, Request
-from .errors import Refusal
-from .prometheus import Metrics
 from .protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest
-from .server_config import ServerConfig
 
 EVENT_STREAM = "text/event-stream"
 # The engine's requests that answer the current HTTP request; set by the access log
@@ -37,13 +34,13 @@ class Builder(Protocol):
 
 class Serving:
   """Runs the requests of all routes on one engine, and observes their metrics."""
-  def __init__(self, model_names: list[str], options: ServerConfig):
+  def __init__(self, model_names: list[str], options: server_config.ServerConfig):
     self.llm = cast(AsyncLLM, None)   # until the model is loaded; Gate answers requests until then
     self.requests = set[Request]()   # unfinished
     self.names = model_names   # responses and metrics have the first one
     self.options = options
     self.trusts_template = options.trust_request_chat_template
-    self.observer = Metrics(model_names[0], self.engine_metrics)
+    self.observer = prometheus.Metrics(model_names[0], self.engine_metrics)
 
   def engine_metrics(self) -> JsonObject: return self.engine.get_metrics() if self.llm else collections.Counter()
 
@@ -123,7 +120,7 @@ class Serving:
                     for i, x in enumerate(prompts)]
 
   def check_model(self, name: str | None) -> None:
-    if name not in (None, *self.names): raise Refusal(404, f"The model `{name}` does not exist.", "model")
+    if name not in (None, *self.names): raise errors.Refusal(404, f"The model `{name}` does not exist.", "model")
 
   def check_queue(self, num_prompts: int, n: int) -> None:
     """Raise Refusal if `n` samples of each prompt do not fit into the queue now, InputError if they can never fit. Any
@@ -134,7 +131,7 @@ class Serving:
     check(num_new <= limit, f"{name}: {num_new} sequences, but --max-queue and --max-num-seqs allow {limit}")
     num_unfinished = sum(not seq.finish_reason for request in [*self.requests] for seq in request.sequences)
     if num_unfinished + num_new > limit:
-      raise Refusal(429, f"queue full: --max-queue and --max-num-seqs allow {limit} sequences: retry later")
+      raise errors.Refusal(429, f"queue full: --max-queue and --max-num-seqs allow {limit} sequences: retry later")
 
   async def steps(self, requests: list[Request]) -> AsyncGenerator[list[IndexedOutput], None]:
     """Yield AsyncLLM.stream's outputs; observe the requests' metrics; abort the requests after the timeout."""

@@ -3,9 +3,7 @@ scrape; request times are observed as tokens arrive."""
 import asyncio, bisect, itertools, math, pathlib, time
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, core
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
+from prometheus_client import CollectorRegistry, Counter, Histogram, core, registry, utils
 
 from tinyvllm.config import JsonObject, logger, read_json
 from tinyvllm.engine import Request
@@ -19,7 +17,7 @@ SECONDS = [*(digit * 10.0**power for power in range(-3, 4) for digit in (1, 2.5,
 TOKENS = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
 
 
-class Metrics(Collector):
+class Metrics(registry.Collector):
   """A server's Prometheus registry. engine_metrics: returns LLM.get_metrics(), or zeros until the model is loaded."""
   def __init__(self, model_name: str, engine_metrics: Callable[[], JsonObject]):
     self.model_name = model_name
@@ -58,7 +56,7 @@ class Metrics(Collector):
         ("iteration_tokens_total", "Tokens per step", steps, metrics["step_tokens"]),
         ("inter_token_latency_seconds", "Seconds between output tokens", self.intervals, self.interval_seconds)):
       histogram = core.HistogramMetricFamily(f"tinyvllm:{name}", text, labels=["model_name"])
-      buckets = zip(map(floatToGoString, counts), itertools.accumulate(counts.values()), strict=True)
+      buckets = zip(map(utils.floatToGoString, counts), itertools.accumulate(counts.values()), strict=True)
       histogram.add_metric([self.model_name], [*buckets], total)
       yield histogram
 

@@ -11,9 +11,7 @@ from tinyvllm import SamplingParams
 from tinyvllm.config import JsonObject, check, logger, read_json
 from tinyvllm.engine import Prompt
 from tinyvllm_extra.llm import LLM
-from tinyvllm_extra.text.huggingface import ChatTokenizer
-from tinyvllm_extra.text.parsers import OutputFormat
-from tinyvllm_extra.text.tools import Choice, calls_schema, requires_call
+from tinyvllm_extra.text import huggingface, parsers, tools
 
 UNLIMITED = 2**31 - 1   # max_tokens without a limit below max_model_len
 
@@ -178,7 +176,7 @@ def tools_of(body: Conversation) -> list[JsonObject]:
   return [] if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or []]
 
 
-def tool_choice_of(body: Conversation) -> Choice:
+def tool_choice_of(body: Conversation) -> tools.Choice:
   return body.tool_choice.model_dump(exclude_none=True) if isinstance(body.tool_choice, Body) else body.tool_choice
 
 
@@ -224,7 +222,7 @@ def structured_outputs(body: GenerationRequest) -> JsonObject | None:
   constraints = {"structured_outputs": body.structured_outputs, "response_format": form}
   if isinstance(body, ChatCompletionRequest):
     choice = tool_choice_of(body)
-    schema = calls_schema(tools_of(body), choice, body.parallel_tool_calls is not False)
+    schema = tools.calls_schema(tools_of(body), choice, body.parallel_tool_calls is not False)
     constraints["tool_choice"] = {"json": schema} if schema else None
   names = [name for name, constraint in constraints.items() if constraint is not None]
   check(len(names) < 2, f"{' and '.join(names)} conflict: remove one")
@@ -240,19 +238,19 @@ def format_constraint(form: ResponseFormat | None) -> JsonObject | None:
   return {"json": form.json_schema.schema_} if form.json_schema else {"json_object": True}
 
 
-def escapes_of(body: GenerationRequest, ids: list[int], output_format: OutputFormat,
-               tokenizer: ChatTokenizer) -> dict[str, object]:
+def escapes_of(body: GenerationRequest, ids: list[int], output_format: parsers.OutputFormat,
+               tokenizer: huggingface.ChatTokenizer) -> dict[str, object]:
   """Return the fields of StructuredOutputsParams for text before a chat's format: reasoning that the prompt opened;
   with response_format or tools also reasoning that the model opens, and calls, which it may make instead. ids:
   the prompt's."""
   if not isinstance(body, ChatCompletionRequest): return {}
   opened = output_format.opened_by(prompt_end(ids, tokenizer))
-  has_tools = bool(tools_of(body)) and not requires_call(tool_choice_of(body))
+  has_tools = bool(tools_of(body)) and not tools.requires_call(tool_choice_of(body))
   escapes = output_format.escapes(has_tools) if body.structured_outputs is None else {}
   return {"escapes": escapes, "opened": opened.closings if opened else ()}
 
 
-def prompt_end(ids: list[int], tokenizer: ChatTokenizer) -> str: return tokenizer.decode(ids[-16:], False)
+def prompt_end(ids: list[int], tokenizer: huggingface.ChatTokenizer) -> str: return tokenizer.decode(ids[-16:], False)
 
 
 def encode_prompts(body: GenerationRequest, engine: LLM, trusts_template: bool) -> list[JsonObject]:
@@ -288,10 +286,10 @@ def with_salt(body: Body, prompt: Prompt) -> JsonObject:
   return {**({"prompt": prompt} if isinstance(prompt, str) else prompt), **salt}
 
 
-def chat_text(body: Conversation, tokenizer: ChatTokenizer, trusts_template: bool) -> str:
+def chat_text(body: Conversation, tokenizer: huggingface.ChatTokenizer, trusts_template: bool) -> str:
   """Return a chat, formatted with the model's chat template, or with the body's if that is trusted."""
   check(body.messages, "messages=[] must not be empty")
-  tools = tools_of(body)
+  shown = tools_of(body)
   variables = body.chat_template_kwargs or {}
   for name in ("messages", "raise_exception", "chat_template", "strftime_now"):
     check(name not in variables, f"chat_template_kwargs: {name} is reserved")
@@ -300,9 +298,9 @@ def chat_text(body: Conversation, tokenizer: ChatTokenizer, trusts_template: boo
   variables = {**variables, **{name: value for name, value in body if name in TEMPLATE and value not in (None, "")}}
   check(trusts_template or "chat_template" not in variables,
         "chat_template: refused, because the server runs without --trust-request-chat-template")
-  if tools: variables["tools"] = tools
-  template = tokenizer.template(bool(tools), variables.get("chat_template")) or ""
-  check("tools" not in variables or "tools" in template or requires_call(tool_choice_of(body)),
+  if shown: variables["tools"] = shown
+  template = tokenizer.template(bool(shown), variables.get("chat_template")) or ""
+  check("tools" not in variables or "tools" in template or tools.requires_call(tool_choice_of(body)),
         "tools: the model's chat template does not support tools")
   return tokenizer.render_conversation(body.messages, **variables)
 
