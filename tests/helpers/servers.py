@@ -182,7 +182,7 @@ class LocalServer(Client):
     args = parse_command("serve", *([model] if model else []), *options, "--port", "0")
     folder, engine, config = serve.read_arguments(args)
     self.server = app.Server(folder, engine, config)
-    self.unknown_fields = app.unknown_fields
+    self.unknown_fields = app.protocol.unknown_fields
     self.fields_state = {**vars(self.unknown_fields), "names": set()}   # of this server: it is global in a process
     self.stderr = io.StringIO()
     self.handler = logging.StreamHandler(self.stderr)

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from tinygrad import Device
 
-from tinyvllm import LLM, SamplingParams
-from tinyvllm.backend import cpu_cores
+from tinyvllm import LLM, SamplingParams, backend
 from tinyvllm.config import JsonObject, check, logger
 from tinyvllm_extra.formats.fit import model_weights, plain_weights
 from tinyvllm_extra.options import LLMConfig
@@ -54,7 +53,7 @@ def rates(llm: LLM, config: BenchConfig) -> None:
     if not n: continue
     times = np.array([run(llm, 1, *shape)[0].times for _ in range(config.repetitions + 1)][1:])
     samples = n / (times[:, -1] - times[:, 0])
-    print(f"| {llm.path.name:25} | {size:9.2f} MiB | {params:10.2f} M | {Device.DEFAULT:7} | {cpu_cores():7} | "
+    print(f"| {llm.path.name:25} | {size:9.2f} MiB | {params:10.2f} M | {Device.DEFAULT:7} | {backend.cpu_cores():7} | "
           f"{test + str(n):>7} | {samples.mean():9.2f} ± {samples.std(ddof=min(1, len(samples) - 1)):6.2f} |")
 
 

@@ -6,8 +6,7 @@ from typing import Any, NoReturn, get_args, get_origin
 
 from tinyvllm.config import InputError, JsonObject, Options, check, logger, option, read_json
 from tinyvllm_extra.options import LLMConfig
-from tinyvllm_extra.packages import optional
-from tinyvllm_extra.vllm_options import NO_EFFECT, TABLE
+from tinyvllm_extra import packages, vllm_options
 
 # Groups of --help (only --help-all shows other flags), llama.cpp's letters, units of integers, `tinyvllm run`'s
 # defaults, values of a bool's environment variable, and commands: arguments: of add_argument, by flag; variables: of
@@ -115,8 +114,8 @@ def add_flags(command: CommandParser, words: str, argv: list[str], *option_class
       group.add_argument(flag_of(field.name), help=rare(help_of(field, words)), **parsing_of(field))
   group.add_argument("--log-level", choices=["debug", "info", "warning", "error"],
                      help=rare("Lowest level to log (default: info)"))
-  for name, values in NO_EFFECT.items():
-    form: JsonObject = {"type": parse_value, **({"nargs": "+"} if name in TABLE["lists"] else {})}
+  for name, values in vllm_options.NO_EFFECT.items():
+    form: JsonObject = {"type": parse_value, **({"nargs": "+"} if name in vllm_options.TABLE["lists"] else {})}
     if values and isinstance(values[0], bool): form = {"action": argparse.BooleanOptionalAction}
     command.add_argument(flag_of(name), help=argparse.SUPPRESS, **form)
 
@@ -149,7 +148,7 @@ def parse_flags(parser: CommandParser, argv: list[str]) -> JsonObject:
 def select_options(args: JsonObject, option_class: Any) -> JsonObject:
   """Return the fields of an option dataclass that the command line sets. LLMConfig: all options of LLM."""
   names = [field.name for field in dataclasses.fields(option_class)]
-  if option_class is LLMConfig: names += NO_EFFECT
+  if option_class is LLMConfig: names += vllm_options.NO_EFFECT
   return {name: args[name] for name in names if name in args}
 
 
@@ -165,7 +164,7 @@ def expand(argv: list[str]) -> list[str]:
     match = FLAG_SYNTAX.fullmatch(re.sub(r"^-O(?=\d)", "-O=", word))
     name, path, value = match.groups("") if match else ("", "", word)
     name = name.replace("_", "-")
-    name = TABLE["flags"].get(name, name)
+    name = vllm_options.TABLE["flags"].get(name, name)
     if path:
       *keys, last = f"{name}{path}".split(".")
       target = objects
@@ -183,7 +182,7 @@ def parse_value(text: str) -> object:
 
 def read_config(path: str) -> list[str]:
   """Return the options in a YAML file as a command line. Raises InputError for a file that is not of options."""
-  yaml = optional("yaml", "server", "--config")
+  yaml = packages.optional("yaml", "server", "--config")
   try: content = yaml.safe_load(pathlib.Path(path).expanduser().read_text())
   except (OSError, yaml.YAMLError) as error: raise InputError(f"config={path!r} cannot be read: {error}") from error
   check(isinstance(content, dict), f"config={path!r} must hold lines `option: value`")

@@ -2,10 +2,9 @@
 import os, pathlib, signal, socket
 
 from tinyvllm.config import InputError, JsonObject, check
+from tinyvllm_extra import options, vllm_options
 from tinyvllm_extra.formats import architecture, hub
-from tinyvllm_extra.options import LLMConfig, setup_logging
 from tinyvllm_extra.serving.app import Server, ServerConfig
-from tinyvllm_extra.vllm_options import read_options
 
 from .flags import select_options
 
@@ -23,7 +22,7 @@ def check_address(host: str, port: int, uds: str | None) -> None:
 
 def check_model(model: str, options: JsonObject) -> pathlib.Path:
   """Return the path of the model, downloaded if it is a name. Raises InputError unless LLM can load it."""
-  config = read_options(options, model)
+  config = vllm_options.read_options(options, model)
   path = hub.local_path(model, config)
   architecture.choose_model(hub.open_checkpoint(path).hf_config, path, config.runner)
   return path
@@ -31,8 +30,8 @@ def check_model(model: str, options: JsonObject) -> pathlib.Path:
 
 def read_arguments(args: JsonObject) -> tuple[str | None, JsonObject, ServerConfig]:
   """Return the model folder, the options of LLM and the server's options. Raises InputError for an invalid option."""
-  engine = select_options(args, LLMConfig)
-  read_options(engine, args.get("model"))
+  engine = select_options(args, options.LLMConfig)
+  vllm_options.read_options(engine, args.get("model"))
   engine.pop("tokenizer", None)   # names the model
   return args.get("model"), engine, ServerConfig(**select_options(args, ServerConfig))
 
@@ -40,7 +39,7 @@ def read_arguments(args: JsonObject) -> tuple[str | None, JsonObject, ServerConf
 def main(args: JsonObject) -> int:
   """Run `tinyvllm serve` and return the exit code. Raises any exception that loading the model raised."""
   folder, engine_options, config = read_arguments(args)
-  setup_logging(is_server=True)
+  options.setup_logging(is_server=True)
   if folder: check_model(folder, engine_options)   # before listening
   check_address(config.host, config.port, config.uds)
   server = Server(folder, engine_options, config)

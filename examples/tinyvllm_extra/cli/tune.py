@@ -8,8 +8,7 @@ from tinygrad import Context, Device, Tensor, TinyJit, dtypes, helpers
 from tinyvllm.backend import Devices
 from tinyvllm.config import JsonObject, check
 from tinyvllm_extra.formats import architecture, fit, tuning
-from tinyvllm_extra.kernels import kernel_cache, make_backend, products
-from tinyvllm_extra.kernels.matmul import FastLinear
+from tinyvllm_extra.kernels import kernel_cache, make_backend, matmul, products
 
 ROWS = (1, 8, 16, 32, 64)
 GAIN = 1.03   # minimum gain of a choice
@@ -26,7 +25,7 @@ def seconds_per_call(step: Callable[[], object], seconds: float) -> float:
   return statistics.median(durations[2:])
 
 
-def choose(layers: list[FastLinear], x: Tensor, kept: dict[str, str]) -> JsonObject:
+def choose(layers: list[matmul.FastLinear], x: Tensor, kept: dict[str, str]) -> JsonObject:
   """Add the fastest tiles for products of x with the same matrix to `kept`. Return facts for the report. The products
   in a graph share the buffer of their results, so that none starts before another has ended."""
   def measure(tiles: products.Tiles) -> float:   # microseconds, in calls that take at least 0.1 s together
@@ -50,7 +49,7 @@ def tune(name: str, hf: JsonObject, quantization: str | None) -> list[JsonObject
   config, model_class = architecture.choose_model(hf, pathlib.Path(name))
   model = model_class(config, getattr(dtypes, backend.pick_dtype("auto", config)), backend, Devices())
   layers = {(type(x), x.weight.shape, x.axis): x for x in model.modules()
-            if isinstance(x, FastLinear) and x.num_experts == 1 and x.weight.ndim == 8}
+            if isinstance(x, matmul.FastLinear) and x.num_experts == 1 and x.weight.ndim == 8}
   check(layers, f"DEV={Device.DEFAULT} has nothing to tune for {name}: only CUDA's tensor cores have several kernels")
   report: list[JsonObject] = []
   for layer in helpers.tqdm([*layers.values()], desc="measuring", disable=None):

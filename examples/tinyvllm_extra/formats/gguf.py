@@ -12,9 +12,8 @@ from tinyvllm.config import InputError, JsonObject, check, read_json
 from tinyvllm_extra.models.quantized import Matrix, Quantized, narrow
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 
+from . import quantization, weights
 from .gguf_tokenizer import make_tokenizer
-from .quantization import dequantize, to_float32
-from .weights import FastCheckpoint, StoredTensor
 
 # Names in GGUF files and in Hugging Face's. keys: a metadata key without the architecture's prefix -> a field of
 # config.json. names: a component of a tensor's name -> Hugging Face's; own_names: of an architecture. windowed: of
@@ -120,7 +119,7 @@ def common_format(types: Sequence[TensorType]) -> Format | str:
 # Files
 
 @dataclasses.dataclass(frozen=True)
-class GGUFTensor(StoredTensor):
+class GGUFTensor(weights.StoredTensor):
   """A tensor in a GGUF file."""
   tensor_type: TensorType
   convert: Callable[[np.ndarray], np.ndarray] = np.asarray   # to the model's values and order of rows
@@ -146,8 +145,8 @@ class GGUFTensor(StoredTensor):
 
   def read_float32(self) -> np.ndarray:
     """Return the weight, dequantized if necessary."""
-    if not self.tensor_type.quant_format: return to_float32(self.read())
-    return dequantize(decode(self.tensor_type, self.read()), np.float32)
+    if not self.tensor_type.quant_format: return quantization.to_float32(self.read())
+    return quantization.dequantize(decode(self.tensor_type, self.read()), np.float32)
 
 
 def read_header(path: pathlib.Path) -> tuple[JsonObject, dict[str, GGUFTensor]]:
@@ -319,7 +318,7 @@ def rename(path: pathlib.Path, config: JsonObject, tensors: dict[str, GGUFTensor
   return renamed
 
 
-class GGUFCheckpoint(FastCheckpoint[GGUFTensor]):
+class GGUFCheckpoint(weights.FastCheckpoint[GGUFTensor]):
   """A GGUF file, or several parts, given by the first."""
   def __init__(self, path: pathlib.Path, quantization: str | None = None):
     self.path = path

@@ -8,8 +8,7 @@ from tinygrad import Device, Tensor, dtypes, nn
 
 from tinyvllm.config import logger
 from tinyvllm_extra import kernels
-from tinyvllm_extra.kernels import products
-from tinyvllm_extra.kernels.matmul import FastLinear
+from tinyvllm_extra.kernels import matmul, products
 from tinyvllm_extra.kernels.tinygrad_patches import cache_folder
 from tinyvllm_extra.models.quantized import NUMBER_FORMATS
 
@@ -47,7 +46,7 @@ def prepare_device() -> dict[str, str]:
   return products.choices
 
 
-def copies_of(layer: FastLinear, quantization: str | None) -> list[FastLinear]:
+def copies_of(layer: matmul.FastLinear, quantization: str | None) -> list[matmul.FastLinear]:
   """Return KERNELS layers, copies of one for tensor cores with zeros as weights. The same copy returns after COPIES
   bytes of weights or more. quantization: "int8" or "int4" for a matrix in layers, or None."""
   if quantization and is_in_layer(next(iter(layer.sources))):

@@ -19,8 +19,7 @@ from tinyvllm_extra.models.layers import LlamaVariant, VariantConfig, row_order
 from tinyvllm_extra.options import check_one_device
 from tinyvllm_extra.text.huggingface import ChatTokenizer, load_tokenizer
 
-from . import fit
-from .architecture import text_config
+from . import architecture, fit
 from .quantization import (READERS, UNUSED, dequantize, describe, find_layouts, map_rows, pad_rows, quantize,
                            read_stacked, round_scales, split, stack, to_float32)
 
@@ -211,7 +210,7 @@ class SafetensorsCheckpoint(FastCheckpoint[StoredTensor]):
   """A folder of safetensors, quantized or not, sharded or not."""
   def __init__(self, path: pathlib.Path, quantization: str | None = None):
     super().__init__(path)
-    self.hf_config = text_config(self.hf_config)
+    self.hf_config = architecture.text_config(self.hf_config)
     self.quantization_config = self.hf_config.get("quantization_config") or {}
     self.method = self.quantization_config.get("quant_method")
     self.quantization = quantization

@@ -8,8 +8,7 @@ import numpy as np
 
 from tinyvllm import request
 from tinyvllm.config import ModelConfig, check, logger, option
-from tinyvllm.engine import Engine, Prompt
-from tinyvllm.request import RequestOutput, Sequence
+from tinyvllm.engine import Engine, Prompt, RequestOutput
 from tinyvllm_extra.sampling.logits import NUM_BEST
 from tinyvllm_extra.sampling.params import Logprob, SamplingParams
 from tinyvllm_extra.text.huggingface import ChatTokenizer
@@ -44,8 +43,8 @@ class PoolingParams(request.SamplingParams):
 
   def accept(self, token: int) -> bool: return False
   def bitmask(self) -> None: return None
-  def adjustments(self, seq: Sequence, position: int) -> list: return []
-  def output_logprobs(self, seq: Sequence, start: int) -> tuple[list[Any], None]:
+  def adjustments(self, seq: request.Sequence, position: int) -> list: return []
+  def output_logprobs(self, seq: request.Sequence, start: int) -> tuple[list[Any], None]:
     if start == len(seq.tokens): return [], None   # not computed, or delivered
     x = np.array(seq.logprobs[start], np.float32)[:self.dimensions]
     return [x / max(float(np.linalg.norm(x)), 1e-12) if self.normalize else x], None

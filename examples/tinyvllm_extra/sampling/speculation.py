@@ -7,11 +7,9 @@ from collections.abc import Callable
 
 from tinygrad import dtypes
 
-from tinyvllm import request
-from tinyvllm.backend import Devices, cpu_cores
+from tinyvllm import backend, llama, request
 from tinyvllm.config import InputError, JsonObject, Options, check, logger, option
 from tinyvllm.engine import Engine, LoadedModel
-from tinyvllm.llama import Llama
 from tinyvllm.request import Sequence
 from tinyvllm.runner import Results, Runner, build_step, next_power_of_two
 from tinyvllm.scheduler import BlockManager, Scheduler
@@ -104,7 +102,7 @@ def step_time(num_tokens: int) -> float:
   """Return the relative time of a step; 1 is the time of a token in a large step. The constant is the time to read the
   weights, which a CPU reads again for more rows than its registers hold. Measured on two CPU cores and an H200
   (tests/benchmarks/LOG.md)."""
-  if not cpu_cores(): return max(35 + num_tokens / 2, 27 + num_tokens)
+  if not backend.cpu_cores(): return max(35 + num_tokens / 2, 27 + num_tokens)
   return 9 + num_tokens / 3 if num_tokens <= SUMS else 10 + 0.9 * num_tokens
 
 
@@ -243,7 +241,7 @@ def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner],
   return proposer, runners
 
 
-def load_draft_model(target: LoadedModel, config: SpeculativeConfig, num_bytes: int) -> Llama:
+def load_draft_model(target: LoadedModel, config: SpeculativeConfig, num_bytes: int) -> llama.Llama:
   path = hub.local_path(str(config.model))
   prefix = f"speculative_config: the draft model {str(path)!r}"
   checkpoint = hub.open_checkpoint(path, config.quantization, vars(target.config)["activation_quantization"])
@@ -260,7 +258,7 @@ def load_draft_model(target: LoadedModel, config: SpeculativeConfig, num_bytes: 
           "the same family")
   limit = model_config.max_position_embeddings
   check(limit >= (target.config.max_model_len or math.inf), f"{prefix} needs max_model_len={limit} or less")
-  model = model_class(model_config, getattr(dtypes, target.config.dtype), target.backend, Devices())
+  model = model_class(model_config, getattr(dtypes, target.config.dtype), target.backend, backend.Devices())
   checkpoint.load(model)
   size = fit.weight_bytes(fit.model_weights(model))
   check(size < num_bytes, f"{prefix} has {size / 2**30:.2f} GiB of weights, but {num_bytes / 2**30:.2f} GiB are left "

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from typing import Literal
 
 import orjson, pydantic
-from fastapi.exceptions import RequestValidationError
 
 from tinyvllm import CompletionOutput, RequestOutput
 from tinyvllm.config import InputError, JsonObject, check, read_json
@@ -81,7 +80,7 @@ def chat_request(body: Tolerant, chat_template_kwargs: JsonObject, **fields: obj
   if isinstance(variables, dict): variables = {**chat_template_kwargs, **variables}
   try: return ChatCompletionRequest.model_validate({**options, "chat_template_kwargs": variables, **fields})
   except pydantic.ValidationError as error:
-    raise RequestValidationError([{**x, "loc": ("body", *x["loc"])} for x in error.errors()]) from error
+    raise errors.RequestValidationError([{**x, "loc": ("body", *x["loc"])} for x in error.errors()]) from error
 
 
 @dataclasses.dataclass

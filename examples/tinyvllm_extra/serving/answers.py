@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 import orjson
 
-from tinyvllm import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from tinyvllm import CompletionOutput, Logprob, RequestOutput, SamplingParams, engine
 from tinyvllm.config import JsonObject, check
-from tinyvllm.engine import Request
 from tinyvllm_extra.text import chat_template, huggingface, tools
 from tinyvllm_extra.text.parsers import OutputFormat, Parser
 
@@ -15,7 +14,7 @@ from .errors import internal_error
 from .protocol import ChatCompletionRequest, GenerationRequest, StreamOptions, prompt_end, tool_choice_of, tools_of
 
 
-def num_tokens(requests: list[Request]) -> tuple[int, int]:
+def num_tokens(requests: list[engine.Request]) -> tuple[int, int]:
   """Return the numbers of prompt tokens and of generated tokens."""
   prompt = sum(request.sequences[0].num_prompt for request in requests)   # samples share the prompt
   return prompt, sum(request.metrics.num_generated for request in requests)
@@ -34,7 +33,7 @@ class Job:
   params: SamplingParams
   tokenizer: huggingface.ChatTokenizer
   output_format: OutputFormat
-  requests: list[Request]   # one for each prompt
+  requests: list[engine.Request]   # one for each prompt
 
   def __post_init__(self) -> None: self.created = int(time.time())
 

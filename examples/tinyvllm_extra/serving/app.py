@@ -16,10 +16,8 @@ from tinyvllm_extra.formats import hub
 from tinyvllm_extra.pooling.pooling_routes import PoolingServing
 
 from .agents import MessagesBuilder, MessagesRequest, ResponsesBuilder, ResponsesRequest
-from . import answers, async_engine, chat_page, prometheus
+from . import answers, async_engine, chat_page, generation, prometheus, protocol
 from .errors import ErrorJSON, RequestValidationError, StarletteHTTPException, explain
-from .generation import EVENT_STREAM, SERVED
-from .protocol import AnthropicErrorResponse, ErrorResponse, encode_prompts, unknown_fields
 from .server_config import ServerConfig
 
 QUIET_PATHS = {"/health", "/ping", "/load", "/metrics"}   # their requests are logged at level DEBUG
@@ -93,7 +91,7 @@ class AccessLog:
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     started = time.monotonic()
     request_id = Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex
-    SERVED.set([])
+    generation.SERVED.set([])
     sent = list[Message]()   # the first and the last message
 
     async def send_with_id(message: Message) -> None:
@@ -106,7 +104,8 @@ class AccessLog:
   def log(self, scope: Scope, sent: list[Message], seconds: float, request_id: str) -> None:
     # 499: nginx's code for a client that left early
     status = sent[0]["status"] if len(sent) > 1 and not sent[1].get("more_body") else 499
-    tokens = "{} prompt and {} output tokens, ".format(*answers.num_tokens(SERVED.get())) if SERVED.get() else ""
+    served = generation.SERVED.get()
+    tokens = "{} prompt and {} output tokens, ".format(*answers.num_tokens(served)) if served else ""
     line = f"{scope['method']} {scope['path'][:256]} {status} in {seconds:.3f} s, {tokens}id {request_id[:64]}"
     is_quiet = scope["path"].removeprefix(self.options.root_path) in self.quiet_paths
     if not self.options.disable_uvicorn_access_log:   # ascii: clients choose the path, which may contain line breaks
@@ -137,7 +136,7 @@ class Server(uvicorn.Server):
     self.open_engine = functools.partial(async_engine.AsyncLLM, model, options.stream_interval, True,
                                          options.prefix_cache_file, **engine_options)
     self.serving = PoolingServing(options.served_model_name or [hub.served_name(model)], options)
-    unknown_fields.strict = options.strict_fields
+    protocol.unknown_fields.strict = options.strict_fields
     app: ASGIApp = Gate(self.routes(), options, self.not_ready)
     if options.allowed_origins:
       app = cors.CORSMiddleware(app, parse_origins(options.allowed_origins), allow_methods=["*"], allow_headers=["*"])
@@ -150,7 +149,7 @@ class Server(uvicorn.Server):
       raise InputError(f"{names}: {error}") from error
 
   def routes(self) -> fastapi.FastAPI:
-    error: JsonObject = {"model": ErrorResponse}
+    error: JsonObject = {"model": protocol.ErrorResponse}
     app = fastapi.FastAPI(title="tinyvllm", version=__version__, docs_url=None, redoc_url=None,
                           responses={"4XX": error, "5XX": error})
     for kind in (StarletteHTTPException, RequestValidationError, Exception): app.exception_handler(kind)(explain)
@@ -164,8 +163,8 @@ class Server(uvicorn.Server):
     streams: Routes = {"/generate": serving.generate, "/v1/completions": serving.completions,
                        "/v1/chat/completions": serving.chat, "/v1/responses": self.responses}
     # OpenAPI's responses by status
-    anthropic: dict[int | str, JsonObject] = dict.fromkeys(["4XX", "5XX"], {"model": AnthropicErrorResponse})
-    events: dict[int | str, JsonObject] = {200: {"content": {EVENT_STREAM: {}}}}
+    anthropic: dict[int | str, JsonObject] = dict.fromkeys(["4XX", "5XX"], {"model": protocol.AnthropicErrorResponse})
+    events: dict[int | str, JsonObject] = {200: {"content": {generation.EVENT_STREAM: {}}}}
     for path, route in streams.items():   # first, as most requests are for them
       app.router.add_api_route(path, route, methods=["POST"], responses=events, route_class_override=BodyRoute)
     app.get("/", response_class=HTMLResponse)(chat_page.chat_page)
@@ -243,7 +242,7 @@ class Server(uvicorn.Server):
   async def count_tokens(self, body: MessagesRequest) -> dict[str, int]:
     serving = self.serving
     serving.check_model(body.model or None)
-    prompt, = await asyncio.to_thread(encode_prompts, body.to_chat(), serving.engine, serving.trusts_template)
+    prompt, = await asyncio.to_thread(protocol.encode_prompts, body.to_chat(), serving.engine, serving.trusts_template)
     return {"input_tokens": len(prompt["prompt_token_ids"])}
 
 

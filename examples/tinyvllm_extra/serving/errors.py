@@ -5,8 +5,7 @@ from collections.abc import Mapping
 import fastapi
 from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.responses import JSONResponse
-from starlette.routing import Match
-from starlette.types import Receive, Scope, Send
+from starlette import routing, types
 
 from tinyvllm.config import InputError, JsonObject, logger, read_json
 from tinyvllm_extra.packages import MissingPackage
@@ -35,7 +34,7 @@ class ErrorJSON(JSONResponse):
   def __init__(self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None):
     super().__init__(error_body(status, message, param), status, headers or TABLES["headers"].get(str(status)))
 
-  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+  async def __call__(self, scope: types.Scope, receive: types.Receive, send: types.Send) -> None:
     if "/v1/messages" in scope["path"]:
       self.body = self.render(anthropic_error(json.loads(bytes(self.body))["error"]))
       self.headers["content-length"] = str(len(self.body))
@@ -68,7 +67,7 @@ def explain_path(request: fastapi.Request, error: StarletteHTTPException) -> str
   # From /chat/completions, and from /v1/v1/chat/completions
   name = path.removeprefix(request.scope["root_path"]).rpartition("/v1/")[2].strip("/")
   scope = {**request.scope, "path": f"/v1/{name}"}
-  if all(route.matches(scope)[0] == Match.NONE for route in request.app.routes):
+  if all(route.matches(scope)[0] == routing.Match.NONE for route in request.app.routes):
     return f"{path} does not exist: /openapi.json lists all paths"
   base_url = f"{request.base_url}{'' if name.startswith('messages') else 'v1'}".rstrip("/")
   return f"{path} does not exist: did you mean /v1/{name}? Set the client's base_url to {base_url}"

@@ -4,8 +4,7 @@ not depend on how the text is split into deltas."""
 import dataclasses, functools, json, pathlib, re
 from collections.abc import Iterable
 
-from tinyvllm.config import read_json
-from tinyvllm.tokenizer import num_held_back
+from tinyvllm import config, tokenizer
 
 from .tools import MISTRAL, STARTS, Event, Functions, is_in_string, read_calls
 
@@ -25,7 +24,7 @@ class Section:
 OUTSIDE = Section("outside", "")   # the text between sections
 # groups: of sections. reasoning, tools: by vLLM's name, a regular expression and groups. By default, the first entry
 # whose expression matches in the chat template applies
-TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
+TABLES = config.read_json(pathlib.Path(__file__).with_suffix(".json"))
 GROUPS = {name: tuple(Section(**{**x, "closings": tuple(x.get("closings", ()))}) for x in sections)
           for name, sections in TABLES["groups"].items()}
 Table = dict[str, tuple[str, tuple[Section, ...]]]
@@ -253,4 +252,4 @@ class Parser:
 
   def end_without(self, markers: list[str]) -> int:
     """Return where the text ends, before a possible start of a marker."""
-    return len(self.text) - (0 if self.is_finished else num_held_back(self.text, markers))
+    return len(self.text) - (0 if self.is_finished else tokenizer.num_held_back(self.text, markers))
