@@ -5,10 +5,9 @@ import collections, os, pathlib, time, weakref
 import numpy as np
 from tinygrad import Context, Device, Tensor, TinyJit, dtypes
 
-from tinyvllm.backend import exclusive, scatter_kernel
+from tinyvllm import backend, scheduler
 from tinyvllm.config import JsonObject, check, logger
 from tinyvllm.engine import Engine
-from tinyvllm.scheduler import BlockManager
 from tinyvllm_extra.formats.prefix_file import (
   FORMAT, StoredBlocks, fingerprint, reading, replaceable, replacing, write_blocks)
 from tinyvllm_extra.kernels.buffers import buffers_of, copy_to_devices, write
@@ -61,7 +60,7 @@ class Blocks:
     self.block_ids = {x: allocate(x, dtypes.int32, self.count) for x in {tensor.device for tensor in tensors}}
     copies = [(x, y, self.block_ids[x.device]) for x, y in zip(tensors, staging, strict=True)]
     self.gather = TinyJit(lambda: Tensor.realize(*[y.assign(x[ids]) for x, y, ids in copies]))
-    self.scatter = TinyJit(lambda: Tensor.realize(*[x.custom_kernel(ids, y, fxn=scatter_kernel)[0]
+    self.scatter = TinyJit(lambda: Tensor.realize(*[x.custom_kernel(ids, y, fxn=backend.scatter_kernel)[0]
                                                     for x, y, ids in copies]))
     self._synchronize()
 
@@ -100,7 +99,7 @@ def save_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
   load_prefix_cache was called before. Raises OSError, and leaves the file unchanged, if it cannot be written or is not
   a prefix cache."""
   started = time.perf_counter()
-  with engine.driving(), exclusive:
+  with engine.driving(), backend.exclusive:
     target = replaceable(path)
     pool = engine.blocks
     in_use = [block for seq in engine.scheduler.running for block in seq.block_table]
@@ -124,7 +123,7 @@ def load_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
   prefix = f"prefix cache {str(path)!r}"
   check(engine.config.enable_prefix_caching, f"{prefix} has no effect with enable_prefix_caching=False: remove one")
   started = time.perf_counter()
-  with engine.driving(), exclusive:
+  with engine.driving(), backend.exclusive:
     metadata = identity(engine)
     with reading(pathlib.Path(path).expanduser(), prefix) as file:
       blocks = Blocks(engine)
@@ -133,7 +132,7 @@ def load_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
   return count
 
 
-def load_blocks(pool: BlockManager, blocks: Blocks, stored: StoredBlocks) -> int:
+def load_blocks(pool: scheduler.BlockManager, blocks: Blocks, stored: StoredBlocks) -> int:
   """Write stored blocks to free ones, then add them to the prefix cache."""
   uncached = [i for i, key in enumerate(stored.keys) if key not in pool.cached_blocks]
   targets = dict(zip(uncached, reversed(pool.free_blocks), strict=False))   # row of the file -> free block

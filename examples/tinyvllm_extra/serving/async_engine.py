@@ -91,20 +91,16 @@ class Driver:
       except BaseException: logger.exception("unexpected error; the engine thread continues")   # or SystemExit
 
   def post(self, call: Callable[[], None]) -> None:
-    """Have the engine thread run a call, or this thread if that one has ended."""
+    """Have the engine thread run a call, or this thread if that one has ended. Several threads may do so at once."""
     self.inbox.put(call)
-    if self.has_ended: self.run_rest()
+    with contextlib.suppress(queue.Empty):
+      while self.has_ended: self.inbox.get_nowait()()
 
   def end_thread(self) -> None:
     """End the thread after this call, and all unfinished requests."""
     self.has_ended = True
     for request in [*self.readers]: self.end(request, StepError("the engine was shut down"))
-    self.run_rest()
-
-  def run_rest(self) -> None:
-    """Run the remaining calls of the inbox. Several threads may do so at once."""
-    with contextlib.suppress(queue.Empty):
-      while True: self.inbox.get_nowait()()
+    self.post(lambda: None)   # runs the remaining calls of the inbox
 
   def capture_optional(self) -> None:
     if self.optional and not self.captures.is_alive() and next(self.optional, None) is None: self.optional = None
