@@ -1,6 +1,5 @@
 """Estimates the memory that a model uses on a device: from its config.json, or from the tensors in its files."""
 import math, pathlib, re
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from tinygrad import Context, Device, dtypes, nn
@@ -88,7 +87,7 @@ def plain_weights(config: ModelConfig, model_class: type[Llama]) -> list[Weight]
   with Context(DEV="NULL"): return model_weights(model_class(config, dtypes.float32, kernels.FastBackend(), Devices()))
 
 
-def weight_bytes(weights: Iterable[Weight], quantization: str | None = None, itemsize: int = 4) -> int:
+def weight_bytes(weights: list[Weight], quantization: str | None = None, itemsize: int = 4) -> int:
   """Return the bytes of weights on a device: floats take at most `itemsize` each, and matrices of layers fewer with the
   quantization "int8" or "int4". Another value changes nothing."""
   def size(x: Weight) -> float:

@@ -1,6 +1,5 @@
 """Embeddings in OpenAI's format, and scores in the formats of vLLM, Jina and Cohere."""
 import asyncio, base64, time, uuid
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np, orjson
@@ -75,7 +74,7 @@ class PoolingServing(Serving):
     data = [{"index": i, "object": "score", "score": x.outputs.score} for i, x in enumerate(outputs)]
     return {**self.head("score", outputs), "object": "list", "data": data}
 
-  def head(self, prefix: str, outputs: Sequence[RequestOutput | PoolingRequestOutput]) -> JsonObject:
+  def head(self, prefix: str, outputs: list[RequestOutput] | list[PoolingRequestOutput]) -> JsonObject:
     total = sum(len(output.prompt_token_ids) for output in outputs)
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.names[0],
             "usage": {"prompt_tokens": total, "completion_tokens": 0, "total_tokens": total}}

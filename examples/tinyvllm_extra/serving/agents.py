@@ -1,7 +1,6 @@
 """/v1/responses and /v1/messages, the protocols of coding agents. Both translate their body into a chat, and answer
 with a list of blocks of text, reasoning or tool calls. Invariant: at most the last block is open."""
 import dataclasses, pathlib, re, uuid
-from collections.abc import Iterable
 from typing import Literal
 
 import orjson, pydantic
@@ -46,7 +45,7 @@ class AnswerOptions(Tolerant):
     return {"type": self.format.type, **schema}
 
 
-def text_of(content: "str | Iterable[Part] | None", path: str) -> str:
+def text_of(content: str | list[Part] | None, path: str) -> str:
   """Return the text of a message's content. Raises InputError for images, files and audio."""
   parts = content if isinstance(content, str | None) else [part.model_dump() for part in content]
   try: return plain_text({"content": parts})

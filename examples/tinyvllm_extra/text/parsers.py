@@ -2,7 +2,6 @@
 delivered as they arrive, a call when it is complete; text that is no call is content. Invariant: the merged events do
 not depend on how the text is split into deltas."""
 import dataclasses, functools, json, pathlib, re
-from collections.abc import Iterable
 
 from tinyvllm import config, tokenizer
 
@@ -50,7 +49,7 @@ class OutputFormat:
   reasoning: tuple[Section, ...] = ()
   tools: tuple[Section, ...] = DEFAULT_TOOLS
 
-  def has_special(self, special_tokens: Iterable[str]) -> bool:
+  def has_special(self, special_tokens: list[str]) -> bool:
     """Return whether a marker contains a special token, so that skip_special_tokens would remove it."""
     markers = [marker for x in (*self.reasoning, *self.tools) for marker in (x.opening, *x.closings)]
     return any(token in marker for token in special_tokens for marker in markers)

@@ -3,7 +3,6 @@ and the formats of calls, functions that read the calls in the text of a section
 with common errors are understood: an invalid escape keeps its backslash, a comma may be too many, arguments may be JSON
 text."""
 import ast, functools, json, re, warnings
-from collections.abc import Callable
 from typing import Any
 
 from tinyvllm.config import InputError, JsonObject, check
@@ -197,7 +196,7 @@ def pythonic_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
   return calls
 
 
-READERS: dict[str, Callable[[str, Functions, bool], list[Call]]] = {
+READERS = {   # by the format of a section
   "json": json_calls, "harmony": json_calls, "tagged": tagged_calls, "xml": tagged_calls, "mistral": mistral_calls,
   "gemma": gemma_calls, "pythonic": pythonic_calls}
 
