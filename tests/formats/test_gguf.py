@@ -110,7 +110,7 @@ def test_quantized_ids_and_logits_equal_decoded_weights(tmp_path, kind, tied):
 # Architectures
 
 RECORDED = ("gemma2", "gemma3", "granite", "mistral", "mistral3", "ministral3", "olmo2", "olmo3", "phi3", "phi3_short",
-            "phi3_long", "smollm3")
+            "phi3_long", "qwen3_vl", "smollm3")
 
 
 @pytest.mark.parametrize("name", [*(x for x in VARIANTS if x != "Mistral"), *RECORDED])

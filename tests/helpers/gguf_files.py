@@ -77,8 +77,8 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | 
   if heads: heads["k_proj"] = config.get("num_key_value_heads") or heads["q_proj"]
   own: dict[str, Any] = {}
   for name, x in weights.items():
-    name = name.removeprefix("language_model.")
-    if name.startswith(("vision", "multi")): continue
+    name = name.removeprefix("language_model.").replace("model.language_model.", "model.")
+    if name.startswith(("vision", "multi", "model.visual")): continue
     if "gemma" in arch and name.endswith("norm.weight"): x = x + 1
     if arch == "qwen35": name, x = qwen35_tensor(config, name, x)
     if name.endswith(("conv.weight", "conv1d.weight")): x = x.squeeze(1)
