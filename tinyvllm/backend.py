@@ -135,10 +135,11 @@ class Sampler:
     """Zero every p, (S, V) in 0..1, below the largest threshold for which the kept weights, (S, V), still sum to
     target, (S, 1). Keep all if they do not reach it. Radix search on the float bits, which sort like the floats."""
     bits = p.bitcast(dtypes.int32)
-    threshold = target.const_like(0).cast(dtypes.int32)
-    for bit in reversed(range(30)):                                     # higher bits are 0 up to 1.0
-      is_reached = self.reduce(Tensor.sum, (bits >= threshold + (1 << bit)).where(weights, 0.0)) >= target
-      threshold = (threshold + is_reached.where(1 << bit, 0)).contiguous()
+    threshold = target.const_like(1 << 29).cast(dtypes.int32).contiguous()   # higher bits are 0 up to 1.0
+    for _ in range(30):
+      bit = threshold & -threshold                                      # the lowest one, so that kernels are the same
+      is_reached = self.reduce(Tensor.sum, (bits >= threshold).where(weights, 0.0)) >= target
+      threshold = (threshold - is_reached.where(0, bit) + bit // 2).contiguous()
     return (bits >= threshold).where(p, 0.0)
 
   def argmax(self, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import pytest
 from helpers.fake_device import mix_bits
 from helpers.parameters import slow
 from helpers.reference import chi_square_passes, log_softmax, reference_probabilities, reference_sampling_mask
+from helpers.tensor_cores import run_on_cpu
 from tinygrad import Tensor, TinyJit, dtypes
 
 from tinyvllm.backend import Sampler, gumbel_noise
@@ -151,6 +152,23 @@ def test_sample_ids_are_in_reference_mask(V, rng, sampler):
   seeds, positions = rng.integers(0, 2**32, (2, ROWS), np.uint32), rng.integers(0, 2**20, ROWS).astype(np.int32)
   ids = call(sample[sampler], logits, *columns, *seeds, positions)
   for row, i in enumerate(ids): assert keep[row][i], (i, rows[row], logits[row].tolist())
+
+
+@pytest.mark.parametrize("source", ["C", "CUDA"])
+def test_keep_top_of_large_vocabulary_equals_sorting(source, monkeypatch):
+  if source == "CUDA": run_on_cpu(monkeypatch)
+  rng, sampler = np.random.default_rng(1), SAMPLERS["extension"]
+  p = rng.permuted(np.tile(np.arange(5000, dtype=np.float32), (6, 1)), axis=1) / 8192   # sums are exact
+  numbers = Tensor(p).realize()
+  for weights in (numbers, numbers.const_like(1.0)):
+    kept = np.array([1, 7, 2500, 4999, 5000, 5001])[:, None]   # the last row does not reach its target
+    best = np.flip(np.arange(5001, dtype=np.float32) - 1, 0)[None, :] / 8192
+    sums = np.cumsum(best if weights is numbers else np.ones_like(best), 1)
+    target = np.take_along_axis(sums.repeat(6, 0), kept - 1, 1) + (kept > 5000)
+    out = sampler.keep_top(numbers, weights, Tensor(target.astype(np.float32))).numpy()
+    np.testing.assert_array_equal(out, np.where(p >= (5000 - kept) / 8192, p, 0))
+    out = sampler.keep_top(numbers, weights, Tensor.full((6, 1), float("inf"))).numpy()
+    np.testing.assert_array_equal(out, p)
 
 
 def frequencies_fit(ids, logits, temperature, **filters):

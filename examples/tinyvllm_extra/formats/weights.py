@@ -12,7 +12,7 @@ from tinygrad.dtype import DType
 from tinyvllm import llama
 from tinyvllm.backend import Linear, Module, renderer
 from tinyvllm.config import JsonObject, check, logger, read_json
-from tinyvllm_extra.kernels import buffers, shards
+from tinyvllm_extra.kernels import buffers
 from tinyvllm_extra.models.quantized import E4M3, Matrix, Quantized, is_small_float
 from tinyvllm_extra.models.stored_weights import StoredWeights
 from tinyvllm_extra.models.layers import LlamaVariant, VariantConfig, row_order
@@ -187,7 +187,7 @@ class FastCheckpoint(StoredWeights, llama.Checkpoint, Generic[T]):
       check(size <= limit, f"model: {self.path}: {', '.join(module.sources)}: {size} bytes, but the device's "
             f"limit for a tensor is {limit}: choose another device, such as DEV=CPU")
       tensors.append(tensor.realize())
-    return tensors[0] if len(tensors) == 1 else shards.stack(tensors)
+    return tensors[0] if len(tensors) == 1 else buffers.stack_shards(tensors)
 
 
 def read_safetensors(path: pathlib.Path, supported: dict[str, np.dtype]) -> dict[str, StoredTensor]:

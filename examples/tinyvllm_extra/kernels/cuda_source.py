@@ -16,7 +16,7 @@ from .schedule import call
 TYPES = {dtypes.half: "f16", dtypes.bfloat16: "bf16"}   # PTX's names
 OPERANDS = {   # names of operands by type; HAS_... tells a source whether a kernel has the operand
   "char*": "out scratch", "const char*": "weight x q keys values", "float*": "partial logs",
-  "const float*": "scales sinks bias", "u32*": "flags", "const u32*": "scale offset",
+  "const float*": "scales sinks bias fields", "u32*": "flags", "const u32*": "scale offset",
   "const int*": "table tokens row_groups"}
 ARGUMENTS = {name: kind for kind, names in OPERANDS.items() for name in names.split()}
 
@@ -49,7 +49,7 @@ class Launch(NamedTuple):
   """A source's macros and the sizes of its launch: work groups in x, y and z, threads per group, and bytes of dynamic
   shared memory."""
   name: str
-  file: str   # is read after tensor_cores.cuh and, with wgmma, hopper.cuh; if it is a C source, after EXP2
+  file: str   # is read after tensor_cores.cuh and, with wgmma, hopper.cuh; in C, after EXP2
   definitions: dict[str, object]
   groups: tuple[int, int, int]   # C: cores, 1, 1
   threads: int = 1
@@ -65,7 +65,7 @@ def program_of(make: Callable[[dict[str, UOp]], Launch], operands: dict[str, UOp
   """Return a kernel whose source is still to be compiled."""
   launch, slots = make(operands), tuple(range(len(operands)))
   name = f"{launch.name}_smem{launch.shared_bytes}"   # see use_dynamic_shared_memory
-  is_c, last_core = launch.file.endswith(".c"), launch.groups[0] - 1
+  is_c, last_core = not speaks_cuda(), launch.groups[0] - 1
   core = UOp.param(len(slots), dtypes.int, (), vmin_vmax=(0, last_core), name="core_id", addrspace=AddrSpace.ALU)
   definitions = {
     "NAME": name, "ARGUMENTS": ", ".join(f"{ARGUMENTS[x]} {x}" for x in operands),

@@ -1,10 +1,10 @@
 """The backend that is faster than the core's: attention and matrix kernels with a fixed schedule for CPUs, GPUs and
 NVIDIA tensor cores; layers traced once; lowered kernels cached on disk."""
-import math
+import functools, math
 from collections.abc import Callable
 from typing import Any
 
-from tinygrad import Device, Tensor, dtypes, function
+from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
 from tinyvllm.backend import Sampler, cpu_cores, renderer
@@ -14,6 +14,7 @@ from tinyvllm_extra.models.layers import VariantConfig
 from tinyvllm_extra.options import LLMConfig
 
 from . import cuda_source, drivers, layer_calls, products, matmul, step_cache, tensor_cores
+from .cuda_source import Launch
 
 
 class FastSampler(Sampler):
@@ -26,18 +27,22 @@ class FastSampler(Sampler):
     return function(partial, 1, keepdim=True).contiguous()
 
   def keep_top(self, p: Tensor, weights: Tensor, target: Tensor) -> Tensor:
-    """Like Sampler's, but with two bits of the threshold per round: 15 sums of three values each."""
-    threshold = target.const_like(1 << 28).cast(dtypes.int32).contiguous()   # the bits of 1.0 are below 2**30
+    """Like Sampler's, with sampler.cu in CUDA, and in C on a CPU. weights: p or ones."""
+    if not (cuda_source.speaks_cuda() or matmul.speaks_c()): return super().keep_top(p, weights, target)
+    launch = functools.partial(launch_sampler, counts=weights is not p)
+    return cuda_source.run(launch, out=p.empty_like(), x=p, fields=target.contiguous())[0]
 
-    @function(precompile=True)   # scheduled once for all rounds
-    def narrow(threshold: Tensor, p: Tensor, weights: Tensor, target: Tensor) -> Tensor:
-      step = threshold & -threshold   # the lowest set bit, so that every round runs the same few kernels
-      candidates = (threshold + step * Tensor.arange(3)).unsqueeze(1)   # (S, 1, 3)
-      above = (p.bitcast(dtypes.int32).unsqueeze(2) >= candidates).where(weights.unsqueeze(2), 0.0)   # (S, V, 3)
-      count = (self.reduce(Tensor.sum, above) >= target.unsqueeze(1)).sum(2)   # (S, 1)
-      return (threshold + step * (count - 1) + step // 4).contiguous()
-    for _ in range(15): threshold = narrow(threshold, p, weights, target.contiguous())
-    return (p >= threshold.bitcast(dtypes.float32)).where(p, 0.0)
+
+def launch_sampler(operands: dict[str, UOp], counts: bool) -> Launch:
+  """Return the launch of sampler.cu."""
+  (S, V), is_c = operands["x"].max_shape, not cuda_source.speaks_cuda()
+  parts, threads = (cpu_cores(), 1) if is_c else (8, 512) if cuda_source.has_wgmma() else (1, 1024)
+  definitions = {"S": S, "V": V, "IS_C": int(is_c), "PARTS": parts, "THREADS": threads, "ALL": parts * threads,
+                 "COUNT": -(-V // (parts * threads)), "CLUSTER": f"__cluster_dims__({parts})" if parts > 1 else "",
+                 "FIRST": "core_id" if is_c else "blockIdx.y", "STEP": parts if is_c else S, "COUNTS": int(counts),
+                 "TYPE": '"f16"'}
+  shared_bytes = 3 * 4 * (threads // 32 + 2 * parts)
+  return Launch(f"keep_top_{S}_{V}", "sampler.cu", definitions, (parts, 1 if is_c else S, 1), threads, shared_bytes)
 
 
 class FastBackend(MixtureBackend):

@@ -20,11 +20,10 @@ from tinyvllm_extra.models.storage_order import (STORED, pack_numbers, pack_word
 from tinyvllm_extra.models.stored_weights import stored_weights
 
 from . import cuda_source, products
-from .buffers import new
+from .buffers import local_ids, new, partial_sums
 from .cpu import SUMS
 from .cuda_source import Launch
 from .schedule import add_up, axis, call, divisor, end, fold, kernel_of, lane_axis, shared_by, unrolled
-from .shards import local_ids, partial_sums
 
 
 class FastLinear(backend.Linear):

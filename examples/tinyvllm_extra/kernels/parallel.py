@@ -3,13 +3,12 @@ the vocabulary, and reads the partial sums of the others in place."""
 import dataclasses, itertools
 from typing import Any
 
-from tinygrad import Device, Tensor
+from tinygrad import Context, Device, Tensor
+from tinygrad.engine.jit import _TinyJit
 
 from tinyvllm import backend
 from tinyvllm.config import ModelConfig, check
 from tinyvllm_extra.options import LLMConfig, check_one_device
-
-from . import shards
 
 ROWS = 16   # vocabulary rows per device are a multiple of it, for the matrix kernels' tiles
 
@@ -24,14 +23,12 @@ def open_devices(config: LLMConfig) -> "ShardedDevices":
   memory."""
   count = config.tensor_parallel_size
   check(not config.enforce_eager, f"tensor_parallel_size={count} needs enforce_eager=False: only graphs sync devices")
-  check_peers(count)
+  if Device.DEFAULT == "CUDA": check_peers(count)
+  elif Device.DEFAULT != "CPU": check_one_device(count, f" on {Device.DEFAULT}; only CUDA and CPU support more")
   return ShardedDevices(device_names(count))
 
 
 def check_peers(count: int) -> None:
-  device_type = Device.DEFAULT
-  if device_type not in ("CUDA", "CPU"): check_one_device(count, f" on {device_type}; only CUDA and CPU support more")
-  if device_type != "CUDA": return
   from .cuda import can_access_peer
   available = Device.default.count()
   check(count <= available, f"tensor_parallel_size={count} must be at most {available}, the number of CUDA devices")
@@ -39,6 +36,22 @@ def check_peers(count: int) -> None:
   for reader, owner in itertools.permutations(devices, 2):
     why = f": {reader.device} cannot read {owner.device}'s memory (nvidia-smi topo -p2p r)"
     if not can_access_peer(reader, owner): check_one_device(count, why)
+
+
+class Graph(_TinyJit):
+  """A captured step on several devices. step: a partial of Runner._compute whose last argument is the GraphKey."""
+  def __init__(self, devices: tuple[str, ...], step: Any):
+    super().__init__(step)
+    self.devices = devices
+    # Devices wait before they reuse memory that others read. Small steps need so little that none is reused
+    self.no_reuse = int(step.args[-1].num_tokens <= 64)
+
+  def __call__(self, *args: object, **kwargs: object) -> object:
+    if self.cnt != 1: return super().__call__(*args, **kwargs)   # no Context, which all threads would share
+    with Context(NO_MEMORY_PLANNER=self.no_reuse): results = super().__call__(*args, **kwargs)
+    # A capture changes CUDA's current device, in whose stream steps run: synchronize the engine's, the first, last
+    for name in reversed(self.devices[1:]): Device[name].synchronize()
+    return results
 
 
 class ShardedDevices(backend.Devices):
@@ -55,5 +68,5 @@ class ShardedDevices(backend.Devices):
     shares = {name: size // count for name, size in sizes.items()}
     return dataclasses.replace(model, **shares, vocab_size=-(-model.vocab_size // (ROWS * count)) * ROWS)
 
-  def jit(self, step: Any) -> shards.Graph: return shards.Graph(self.names, step)
+  def jit(self, step: Any) -> Graph: return Graph(self.names, step)
   def gather(self, logits: Tensor) -> Tensor: return Tensor(logits.uop.unshard(1)).to(None)[:, :self.vocab_size]

@@ -7,8 +7,8 @@ from tinygrad import Device, Tensor, dtypes
 
 from tinyvllm.backend import TOKENS
 
-from . import cuda_source, shards
-from .buffers import new, new_tensor
+from . import cuda_source
+from .buffers import new, new_tensor, stack_shards
 from .cuda_source import Launch
 
 if TYPE_CHECKING: from .matmul import FastLinear
@@ -22,16 +22,6 @@ COUNT = TOKENS.num_words + 1   # row of `tokens` that holds the number of tokens
 # The tokens of the step whose layers are traced, see tensor_cores.add_query_tiles. Products skip rows of padding, so
 # that the graph of a large step runs smaller ones in less time
 current: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("current", default=None)
-
-
-def current_tokens(rows: int) -> Tensor | None:
-  """Return the step's tokens with their number, if the step has `rows` tokens."""
-  tokens = current.get()
-  return tokens if tokens is not None and tokens.shape == (COUNT + 1, rows) else None
-
-
-# The number of rows that are not padding, for a source
-def rows_of_step(tokens: Tensor | None, T: int) -> str: return str(T) if tokens is None else f"tokens[{COUNT * T}]"
 
 
 class Tiles(NamedTuple):
@@ -109,12 +99,13 @@ def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles, activati
   along the first axis. Rows of the step's padding are undefined. row_groups: see matmul.linear_kernel."""
   sizes = sizes_of(layer, x, row_groups, activation)
   T, K, num_rows = sizes["T"], sizes["K"], sizes["NUM_ROWS"]
-  tokens = current_tokens(T) if row_groups is None else None
+  tokens = current.get() if row_groups is None else None
+  if tokens is not None and tokens.shape != (COUNT + 1, T): tokens = None   # without their number, or of other rows
   definitions: dict[str, object] = {
     **sizes, **{name.upper(): n for name, n in tiles._asdict().items()}, "ROWS": tiles.rows, "OUTPUTS": tiles.outputs,
     "ROWS_OUT": out.max_shape[0] // tiles.splits, "IS_FLOAT32": int(out.dtype == dtypes.float32),
     "TYPE": f'"{cuda_source.TYPES.get(x.dtype, "f16")}"',   # in PTX, as a string in C
-    "ROWS_OF_STEP": rows_of_step(tokens, num_rows),
+    "ROWS_OF_STEP": num_rows if tokens is None else f"tokens[{COUNT * T}]",   # those that are not padding
     "ACTIVATED(x)": ACTIVATIONS[activation]}
   if tiles.buffers or layer.flags is None: launch, scratch = launch_linear(sizes, definitions, tiles), {}
   else:
@@ -155,4 +146,4 @@ def new_flags(devices: str | tuple[str, ...]) -> Tensor | None:
   device: Any = Device.default
   cuda.cuDeviceGetAttribute(ctypes.byref(count := ctypes.c_int()), 16, device.cu_device)   # multiprocessors
   flags = [new_tensor(np.zeros(8 * count.value, np.uint32), name) for name in np.atleast_1d(devices).tolist()]
-  return shards.stack(flags) if len(flags) > 1 else flags[0]
+  return stack_shards(flags) if len(flags) > 1 else flags[0]
