@@ -6,6 +6,7 @@ import random
 import pytest
 from helpers.engines import assert_all_blocks_freed, greedy, ids_of, set_overlap, tokens
 from helpers.faults import break_steps, step
+from helpers.parameters import slow
 from helpers.record_models import NUM_TOKENS, OPTIONS, make_prompts, read, write_model
 
 from tinyvllm import LLM, InputError
@@ -16,7 +17,7 @@ PROMPTS = make_prompts("lfm2")   # of all hybrids
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
 
 
-@pytest.fixture(scope="module", params=["lfm2", "qwen3_5"])
+@pytest.fixture(scope="module", params=["lfm2", "qwen3_5", *slow("qwen3_5_moe")])
 def folder(request, tmp_path_factory):
   return write_model(tmp_path_factory.mktemp("hybrid") / request.param, request.param)
 

@@ -53,6 +53,17 @@ def test_logits_and_ids_equal_recorded_ones(tmp_path, name):
   for metric in ("prefix_cache_hits", "num_preemptions"): assert llm.get_metrics()[metric] > before[metric]
 
 
+def test_matrices_of_all_experts_in_one_tensor_give_recorded_ids(tmp_path):
+  """As published files have them: gate_up_proj, (experts, 2 * size, hidden), and down_proj, (experts, hidden, size)."""
+  weights = make_weights(read("qwen3_5_moe")["shapes"], False)
+  for layer in range(4):
+    experts = f"model.layers.{layer}.mlp.experts."
+    gate, up, down = [np.stack([weights.pop(f"{experts}{i}.{part}_proj.weight") for i in range(8)])
+                      for part in ("gate", "up", "down")]
+    weights |= {f"{experts}gate_up_proj": np.concatenate([gate, up], 1), f"{experts}down_proj": down}
+  check_ids(LLM(write_model(tmp_path, "qwen3_5_moe", weights), **OPTIONS), "qwen3_5_moe")
+
+
 @pytest.mark.parametrize("name", slow(*CORE))
 def test_core_backend_equals_recorded_logits(tmp_path, name):
   check_recorded(LLM(write_model(tmp_path, name), backend=tinyvllm.Backend(), **{**OPTIONS, "max_num_seqs": 1}), name)

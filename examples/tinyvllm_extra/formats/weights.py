@@ -48,6 +48,11 @@ class StoredTensor:
   def read(self) -> np.ndarray:
     if self.is_transposed: return self.T.read().T
     return np.memmap(self.path, self.dtype, "c", self.start, self.shape)
+  def split(self, names: list[str]) -> dict[str, "StoredTensor"]:
+    """Return a matrix for each name: equal parts of this tensor, with its columns."""
+    part = dataclasses.replace(self, shape=(math.prod(self.shape[:-1]) // len(names), self.shape[-1]))
+    return {name: dataclasses.replace(part, start=self.start + i * part.nbytes) for i, name in enumerate(names)}
+
   # The bytes in the file
   def raw(self) -> np.ndarray: return np.memmap(self.path, np.uint8, "c", self.start, (self.nbytes,))
 

@@ -1,10 +1,10 @@
 """Mixtures of experts (Shazeer et al. 2017, arXiv:1701.06538): a router chooses the experts, MLPs, that compute a
-token's output. Only single devices are supported, and no shared experts."""
+token's output. Only single devices are supported."""
 from typing import Any
 
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.backend import Backend
+from tinyvllm.backend import Backend, Linear
 from tinyvllm.config import InputError
 
 from .layers import VariantLayer
@@ -53,11 +53,13 @@ def group_by_expert(experts: Tensor, count: int, rows: int) -> Tensor:
 
 
 class MixtureLayer(VariantLayer):
-  """A transformer block with experts."""
+  """A transformer block with experts and, with config.has_shared_expert, an MLP for all tokens: see `mlp`."""
+  router: Linear | None = None
+  shared_gate: Linear | None = None
+
   def make_mlp(self) -> None:
     config, backend = self.config, self.backend
     count, size = config.num_experts, config.moe_intermediate_size
-    self.router = None
     if int(self.name.split(".")[-1]) in config.dense_layers: return super().make_mlp()
     self.router = self.linear(self.backend.Linear, config.hidden_size, {"mlp.gate": count}, config.expert_bias)
 
@@ -71,6 +73,9 @@ class MixtureLayer(VariantLayer):
       return backend.Experts(count, in_features, rows, config.expert_bias, self.dtype)
     self.gate_up = experts(["gate_up"] if config.is_stacked else ["gate", "up"], config.hidden_size, 2 * size)
     self.down = experts(["down"], size, config.hidden_size)
+    if not config.has_shared_expert: return
+    super().make_mlp()
+    self.shared_gate = self.linear(backend.Linear, config.hidden_size, {"mlp.shared_expert_gate": 1}, False)
 
   def activate(self, x: Tensor) -> Tensor:
     """Return the activations, (P, size), for x, (P, 2 * size): gate, then up or, in gpt-oss, alternating."""
@@ -89,4 +94,6 @@ class MixtureLayer(VariantLayer):
     row_groups = self.gate_up.group_rows(ids)
     activations = self.activate(self.gate_up.route(h, row_groups, T * k))
     outputs = self.down.route(activations, row_groups, T * k)           # (T * k, hidden)
-    return (outputs.float().unflatten(0, (T, k)) * weights.unsqueeze(2)).sum(1).cast(h.dtype).contiguous()
+    out = (outputs.float().unflatten(0, (T, k)) * weights.unsqueeze(2)).sum(1)
+    if self.shared_gate: out = out + super().mlp(h) * self.shared_gate(h, dtype=dtypes.float32).sigmoid()
+    return out.cast(h.dtype).contiguous()

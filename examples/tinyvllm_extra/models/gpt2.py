@@ -35,8 +35,7 @@ class GPT2Layer(VariantLayer):
     self.down_proj = self.linear(self.backend.Linear, inner, {"mlp.down_proj": hidden}, True)
 
   def mlp(self, h: Tensor) -> Tensor:
-    h = self.up_proj(h).float().gelu().cast(h.dtype).contiguous()       # (T, inner); the tanh approximation of gelu
-    return self.down_proj(h)
+    return self.down_proj(self.up_proj(h).float().gelu().cast(h.dtype).contiguous())   # gelu's tanh approximation
 
 
 class GPT2(LlamaVariant):

@@ -53,6 +53,7 @@ class VariantConfig(ModelConfig):
   dense_layers: Sequence[int] = ()   # layers with an MLP instead of experts
   is_stacked: bool = False           # the checkpoint has all experts in one tensor
   expert_bias: bool = False          # biases of the router and the experts
+  has_shared_expert: bool = False    # the MLP computes all tokens, scaled by a gate
   swiglu: tuple[float, ...] = ()     # alpha and limit of gpt-oss's activation (arXiv:2508.10925); else silu
   # Recurrent layers: see recurrent.py
   layer_types: Sequence[str] = ()    # "full_attention", else the layer has a state; (): none has
@@ -120,10 +121,9 @@ class VariantLayer(llama.Layer):
     rows |= {"self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
     if "qkv" in config.fused: rows = {"self_attn.qkv_proj": sum(rows.values())}
     self.qkv_proj = self.linear(linear, config.hidden_size, rows, config.qkv_bias or config.attention_bias)
-    is_all = config.qk_norm == "all"
     if config.qk_norm in ("all", "head"):
-      self.q_norm = self.norm("self_attn.q_norm", q_size if is_all else config.head_dim)
-      self.k_norm = self.norm("self_attn.k_norm", kv_size if is_all else config.head_dim)
+      sizes = (q_size, kv_size) if config.qk_norm == "all" else (config.head_dim,) * 2
+      self.q_norm, self.k_norm = [self.norm(f"self_attn.{x}_norm", n) for x, n in zip("qk", sizes, strict=True)]
     # With a norm after it, an output must be one sum
     self.o_proj = self.linear(linear, q_size, {"self_attn.o_proj": config.hidden_size}, config.attention_bias,
                               0 if config.norms[1] else 1)
@@ -200,13 +200,19 @@ class LlamaVariant(Llama):
     if config.norm_offset is not None: self.norm.weight = Tensor.empty(config.hidden_size, dtype=dtypes.float32)
 
   def arrange(self, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's tensors with the names and shapes of this model's modules."""
-    return {functools.reduce(lambda text, parts: text.replace(*parts), self.config.renamed.items(), name): x
-            for name, x in tensors.items()}
+    """Return a checkpoint's tensors with the names and shapes of this model's modules. The matrices of all experts may
+    be in one tensor, (count, out, in)."""
+    renamed = {functools.reduce(lambda text, parts: text.replace(*parts), self.config.renamed.items(), name): x
+               for name, x in tensors.items()}
+    for name in [x for x in renamed if not self.config.is_stacked and re.search(r"experts\.\w+_proj\.weight$", x)]:
+      experts, matrix = name.removesuffix("_proj.weight").rsplit(".", 1)
+      renamed |= renamed.pop(name).split([f"{experts}.{i}.{part}_proj.weight" for i in range(self.config.num_experts)
+                                          for part in matrix.split("_")])
+    return renamed
 
   def is_exact(self, module: Module) -> bool:
     """Return whether quantization="int8" leaves a matrix in the checkpoint's dtype: of a router, or of gates."""
-    return any(name.endswith((".gate", ".in_proj_b")) for name in module.sources)
+    return any(name.endswith((".gate", "_expert_gate", ".in_proj_b")) for name in module.sources)
 
   def ropes(self, length: int) -> list[Tensor]:
     return [scaled_rope_table(self.config, rope, length) for rope in self.config.ropes]

@@ -13,6 +13,7 @@ from tinyvllm.backend import TOKENS, cpu_cores, exclusive
 from tinyvllm.config import JsonObject, ModelConfig
 from tinyvllm.runner import Runner, upload, zeros
 
+from .experts import MixtureLayer
 from .layers import Plain, VariantConfig, VariantLayer
 from .table import make_row
 
@@ -210,6 +211,10 @@ class DeltaRuleLayer(HybridLayer):
     return self.gated_norm(out).flatten(1) * z.float().silu()
 
 
+class DeltaRuleMixtureLayer(DeltaRuleLayer, MixtureLayer):
+  """A transformer block of Qwen3.5 with experts."""
+
+
 def lfm2(hf: JsonObject) -> JsonObject:
   layers, hidden, multiple = range(hf["num_hidden_layers"]), hf["hidden_size"], hf["block_multiple_of"]
   types = hf.get("layer_types") or [["conv", "full_attention"][i in hf.get("full_attn_idxs", layers)] for i in layers]
@@ -231,5 +236,6 @@ def qwen3_5(hf: JsonObject) -> JsonObject:
           "in_proj": {"mixer.in_proj_qkv": channels, "mixer.in_proj_z": heads * V}}
 
 
-HYBRIDS = {"Lfm2ForCausalLM": make_row(lfm2, HybridLayer), "Qwen3_5ForCausalLM": make_row(qwen3_5, DeltaRuleLayer),
-           "Qwen3_5ForConditionalGeneration": make_row(qwen3_5, DeltaRuleLayer)}
+HYBRIDS = {"Lfm2ForCausalLM": make_row(lfm2, HybridLayer)} | {
+  f"{name}For{task}": make_row(qwen3_5, layer) for task in ("CausalLM", "ConditionalGeneration")
+  for name, layer in (("Qwen3_5", DeltaRuleLayer), ("Qwen3_5Moe", DeltaRuleMixtureLayer))}
