@@ -56,7 +56,7 @@ class FastBackend(MixtureBackend):
   stored_dtype = ""   # dtype of weights and KV cache, if activations have another one
   attend = staticmethod(tensor_cores.attend)
 
-  # Tensor cores need many rows; PacedScheduler takes fewer while sequences decode
+  # Tensor cores need many rows; MeteredScheduler takes fewer while sequences decode
   budget = property(lambda self: 2048 if cuda_source.speaks_cuda() and renderer().tensor_cores else super().budget)
 
   def __init__(self) -> None: self.graphs = step_cache.FewGraphs()
