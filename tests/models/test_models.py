@@ -26,7 +26,7 @@ from tinyvllm_extra.models.ropes import scaled_rope_table
 
 CONFIGS = read_data("model_configs.json")
 
-CORE = "gemma2", "gpt2", "granite", "granite4", "muse_glimmer", "phi3_long", "qwen3_5"   # all options but experts, sinks
+CORE = "gemma2", "gpt2", "granite", "granite4", "muse_glimmer", "phi3_long", "qwen3_5"   # all but experts and sinks
 
 
 def check_ids(llm, name, count=None):
