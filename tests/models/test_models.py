@@ -70,7 +70,7 @@ def test_core_backend_equals_recorded_logits(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["granite", "ministral", "smollm3"])
+@pytest.mark.parametrize("name", ["granite", "ministral", "qwen3_vl", "smollm3"])
 def test_two_devices_give_recorded_ids(tmp_path, name):
   check_ids(LLM(write_model(tmp_path, name), **OPTIONS, tensor_parallel_size=2), name)
 
