@@ -39,7 +39,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     open_devices=lambda config: parallel.open_devices(config) if config.tensor_parallel_size > 1 else Devices(),
     open_checkpoint=lambda path, config: hub.open_checkpoint(path, config.quantization, config.activation_quantization),
     find_model=lambda hf_config, path, config: architecture.choose_model(hf_config, path, config.runner),
-    params_class=SamplingParams, scheduler_class=engine_metrics.MeteredScheduler, logits=logits,
+    params_class=SamplingParams, scheduler_class=engine_metrics.MeteredScheduler, logits=logits.ProcessedLogits(),
     open_proposer=snapshots.open_proposer)
   config: LLMConfig
   scheduler: engine_metrics.MeteredScheduler

@@ -112,13 +112,12 @@ class LogitsBatch:
     self.plan = plan_class(runner.model.vocab_size, bool(counts), size, bool(self.bitmasks), has_all)
 
 
-# This module implements the core's seam Logits for all LogitsProcessors
+class ProcessedLogits:
+  """Implements the core's seam Logits for all LogitsProcessors."""
+  batch = LogitsBatch
 
-batch = LogitsBatch
-
-
-def record(results: Results, tokenizer: ChatTokenizer) -> None:
-  if results.logprobs: results.step.key.plan.record(results, tokenizer)
+  def record(self, results: Results, tokenizer: ChatTokenizer) -> None:
+    if results.logprobs: results.step.key.plan.record(results, tokenizer)
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
