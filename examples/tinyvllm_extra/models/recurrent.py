@@ -188,7 +188,7 @@ class HybridLayer(VariantLayer):
 
 
 class DeltaRuleLayer(HybridLayer):
-  """A transformer block of Qwen3.5 (dense). Unlike Qwen3 it has the gated delta rule instead of attention in most
+  """A transformer block of Qwen3.5. Unlike Qwen3 it has the gated delta rule instead of attention in most
   layers, gates for the outputs of attention, RoPE on a quarter of a head, and norms of 1 + w."""
   def make_attention(self) -> None:
     super().make_attention()
