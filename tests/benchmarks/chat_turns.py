@@ -26,7 +26,7 @@ def llama_cpp_answer(args: argparse.Namespace) -> Callable[[list[int]], tuple[in
   import llama_cpp as lib
   llm = lib.Llama(args.model, n_ctx=args.tokens + args.answer, verbose=False)
   llm.set_cache(lib.LlamaRAMCache())
-  evaluate, counts = llm.eval, []   # of the prompt, then of each token
+  evaluate, counts = llm.eval, []   # tokens of the prompt, then 1 for each output token
   llm.eval = lambda ids: (counts.append(len(ids)), evaluate(ids))
 
   def answer(ids: list[int]) -> tuple[int, list[int]]:

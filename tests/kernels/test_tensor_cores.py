@@ -1,6 +1,7 @@
 """Attention on tensor cores compared with numpy, on CUDA or with its source on the CPU. tinygrad's kernels run on the
 default device."""
 import functools
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,9 +11,10 @@ from helpers.engines import token_rows
 from helpers.kernels import as_stored, check_attention, check_rope, spread
 from helpers.parameters import slow
 from helpers.tensor_cores import TOLERANCE, each_kind, run_on_cpu
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor, UOp, dtypes
 
-from tinyvllm_extra.kernels import generic, tensor_cores
+from tinyvllm_extra.kernels import cuda_source, generic, tensor_cores
+from tinyvllm_extra.kernels.schedule import ScoreOptions
 from tinyvllm_extra.kernels.tensor_cores import BS, add_query_tiles, tile_size
 
 
@@ -72,3 +74,15 @@ def test_tensor_cores_selected_only_for_supported_block_and_head_sizes(sources):
   assert uses(8, 4, 128) and uses(2, 16, 32)
   assert not any([uses(8, 4, 128, block_size=32), uses(8, 4, 80), uses(1, 17, 64), uses(1, 1, 256),
                   uses(8, 4, 128, dtype=dtypes.float32)])
+
+
+@pytest.mark.parametrize(("is_hopper", "limit"), [(False, 99), (True, 227)])   # KiB of a work group
+def test_attention_fits_shared_memory_with_at_least_two_warps(is_hopper, limit, monkeypatch):
+  monkeypatch.setattr(cuda_source, "has_wgmma", lambda: is_hopper)
+  for T, KV, G, D, is_bytes in itertools.product((1, 8, 64, 512), (1, 8, 32), (1, 4, 16), (32, 64, 96, 128), (0, 1)):
+    shapes = {"q": (T, KV, G, D), "keys": (9, KV, D // 32, BS, 8 if is_bytes else 32), "table": (65, 64)}
+    types = {"q": dtypes.half, "keys": dtypes.uint32 if is_bytes else dtypes.half, "table": dtypes.int}
+    operands = {name: UOp.placeholder(shape, types[name], 0) for name, shape in shapes.items()}
+    for is_prefill in (False, True)[:1 + (T > tensor_cores.MAX_DECODE)]:
+      launch = tensor_cores.launch_attention(operands, ScoreOptions(), 1, is_prefill)
+      assert launch.shared_bytes <= limit * 1024 and launch.threads >= 64

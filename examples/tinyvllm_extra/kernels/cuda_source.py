@@ -16,7 +16,7 @@ from .schedule import call
 TYPES = {dtypes.half: "f16", dtypes.bfloat16: "bf16"}   # PTX's names
 OPERANDS = {   # names of operands by type; HAS_... tells a source whether a kernel has the operand
   "char*": "out scratch", "const char*": "weight x q keys values", "float*": "partial logs",
-  "const float*": "scales sinks bias fields", "u32*": "flags", "const u32*": "scale offset",
+  "const float*": "scales sinks bias goals", "u32*": "flags", "const u32*": "scale offset",
   "const int*": "table tokens row_groups"}
 ARGUMENTS = {name: kind for kind, names in OPERANDS.items() for name in names.split()}
 

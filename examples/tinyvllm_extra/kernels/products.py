@@ -105,7 +105,7 @@ def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles, activati
     **sizes, **{name.upper(): n for name, n in tiles._asdict().items()}, "ROWS": tiles.rows, "OUTPUTS": tiles.outputs,
     "ROWS_OUT": out.max_shape[0] // tiles.splits, "IS_FLOAT32": int(out.dtype == dtypes.float32),
     "TYPE": f'"{cuda_source.TYPES.get(x.dtype, "f16")}"',   # in PTX, as a string in C
-    "ROWS_OF_STEP": num_rows if tokens is None else f"tokens[{COUNT * T}]",   # those that are not padding
+    "ROWS_OF_STEP": num_rows if tokens is None else f"tokens[{COUNT * T}]",   # without padding
     "ACTIVATED(x)": ACTIVATIONS[activation]}
   if tiles.buffers or layer.flags is None: launch, scratch = launch_linear(sizes, definitions, tiles), {}
   else:

@@ -1,5 +1,5 @@
 // Sampler.keep_top: out = x, (S, V) float32 in 0..1, or 0 below the largest threshold with which the kept weights reach
-// fields, (S,). A weight is the number itself or, with COUNTS, 1.
+// goals, (S,). A weight is the number itself or, with COUNTS, 1.
 //
 // On a GPU, PARTS work groups, on Hopper a cluster, keep a row in registers, COUNT numbers per thread. On a CPU, a core
 // has each STEP-th row, keeps it in `out`, and clang vectorizes the loops.
@@ -51,7 +51,7 @@ SIGNATURE {
 #endif
   for (int row = FIRST; row < S; row += STEP) {
     const float* const from = (const float*)x + (long)row * V;
-    float *const to = (float*)out + (long)row * V, target = fields[row];
+    float *const to = (float*)out + (long)row * V, target = goals[row];
     EACH(i) OWN(i) = from[i];
     int threshold = 0;   // two bits in each round; infinity is out of reach
     for (int bit = 28; bit >= 0 && target < 1e30f; bit -= 2) {

@@ -28,8 +28,8 @@ class VariantConfig(ModelConfig):
   rope_kinds: tuple[int, ...] = ()   # index into ropes
   norms: Sequence[str | None] = ("input_layernorm", None, "post_attention_layernorm", None)   # see VariantLayer
   norm_offset: int | None = None     # added to the weights of norms, which are then float32
-  offset_norms: str = "norm.weight"  # end of the names of these norms
-  post_norm_eps: float = 0           # of the norms after attention and MLP; 0: rms_norm_eps
+  offset_norms: str = "norm.weight"  # how the names of norms with this offset end
+  post_norm_eps: float = 0           # eps of norms after attention and MLP; 0: rms_norm_eps
   qkv_bias: bool = False             # like attention_bias, but not of o_proj
   qk_norm: str | None = None         # RMS norm of q and k: of each "head", also without weights ("unit"), or of "all"
   gate: str = ""                     # matrix of gates: their sigmoids scale heads' outputs; q_proj: after each head's q

@@ -40,7 +40,7 @@ def check_number(name: str, texts: Texts) -> None:
 
 
 class PoolingServing(Serving):
-  """All routes, with those of embeddings and scores."""
+  """A server's routes, also for embeddings and scores."""
   async def embeddings(self, body: EmbeddingRequest) -> Response:
     is_one = isinstance(body.input, str) or isinstance((body.input or [None])[0], int)
     texts = [body.input] if is_one else body.input

@@ -2,7 +2,7 @@
 events. A Builder decides the wire format. `Serving.requests` holds all unfinished requests."""
 import asyncio, collections, contextlib, contextvars, functools, time, uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
@@ -35,7 +35,7 @@ class Builder(Protocol):
 class Serving:
   """Runs the requests of all routes on one engine, and observes their metrics."""
   def __init__(self, model_names: list[str], options: server_config.ServerConfig):
-    self.llm = cast(AsyncLLM, None)   # until the model is loaded; Gate answers requests until then
+    self.llm: AsyncLLM | None = None   # until the model is loaded
     self.requests = set[Request]()   # unfinished
     self.names = model_names   # responses and metrics have the first one
     self.options = options
@@ -45,7 +45,12 @@ class Serving:
   def engine_metrics(self) -> JsonObject: return self.engine.get_metrics() if self.llm else collections.Counter()
 
   @property
-  def engine(self) -> LLM: return self.llm.llm
+  def loaded(self) -> AsyncLLM:
+    assert self.llm, "Gate answers requests until the model is loaded"
+    return self.llm
+
+  @property
+  def engine(self) -> LLM: return self.loaded.llm
 
   @functools.cached_property
   def output_format(self) -> OutputFormat:
@@ -144,14 +149,14 @@ class Serving:
     self.requests.update(requests)
     SERVED.get([]).extend(requests)
     try:
-      async with contextlib.aclosing(self.llm.stream(requests, on_end)) as stream:
+      async with contextlib.aclosing(self.loaded.stream(requests, on_end)) as stream:
         async for outputs in stream:
           for request in {requests[i] for i, _ in outputs} & self.requests: self.observer.observe_tokens(request)
           yield outputs
     finally: timer.cancel()
 
   def abort(self, requests: Iterable[Request]) -> None:
-    for request in requests: self.llm.abort(request.request_id)
+    for request in requests: self.loaded.abort(request.request_id)
 
   async def events(self, builder: Builder, outputs: list[IndexedOutput],
                    steps: AsyncGenerator[list[IndexedOutput], None], requests: list[Request]) -> AsyncIterator[bytes]:
