@@ -280,18 +280,6 @@ def test_unusable_folder_exits_before_opening_a_backend(model_error, tmp_path, c
   assert case["error"] in model_error(tmp_path)
 
 
-def test_unusable_gguf_exits_before_opening_a_backend(model_error, tmp_path):
-  write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path), "Q8_0", tensors_per_file=8)
-  first, second, _ = sorted(tmp_path.glob("*.gguf"))
-  assert f"pass the first part, {first}" in model_error(second)
-  second.unlink()
-  assert f"{second} is missing" in model_error(first)
-  first.write_bytes(b"GGUF")
-  assert f"{first} is not a readable GGUF file" in model_error(first)
-  assert "nowhere.gguf is not a readable file" in model_error(tmp_path / "nowhere.gguf")
-  assert "model='Llama' must be a folder, a GGUF file or one of SmolLM2-135M, " in model_error("Llama")
-
-
 # --tune
 
 @pytest.fixture

@@ -20,10 +20,6 @@ def full_blocks(n): return n // BS * BS   # tokens
 
 
 @pytest.fixture(scope="module")
-def uncached_llm(folder): return LLM(folder, enable_prefix_caching=False, **ENGINE)
-
-
-@pytest.fixture(scope="module")
 def sampler(folder): return LLM(folder, **NARROW)
 
 
@@ -34,18 +30,6 @@ def tight_sampler(folder):
 
 
 # prefix cache
-
-@pytest.mark.parametrize("length", [1, *EDGES, 10 * BS, 10 * BS + 1])
-def test_repeated_prompt_is_cached_and_gives_same_output(llm, uncached_llm, folder, length):
-  job, num_cached = tokens(prompt(length, 200 + length)), full_blocks(length - 1)
-  for engine, hits in ((llm, 0), (llm, num_cached), (uncached_llm, 0), (uncached_llm, 0)):
-    with assert_all_blocks_freed(engine) as before: output, = engine.generate(job, greedy(6))
-    after, late = engine.get_metrics(), engine.runner.is_async   # a GPU's results are read one step later
-    assert ids_of(output) == reference_greedy(folder, job["prompt_token_ids"], 6) and output.num_cached_tokens == hits
-    names = "prefix_cache_hits", "prefix_cache_queries", "prompt_tokens", "steps"   # tokens, not blocks
-    num_steps = -(-(length - hits) // ENGINE["max_num_batched_tokens"]) + 5 + late
-    assert [after[name] - before[name] for name in names] == [hits, length, length, num_steps]
-
 
 def test_prefix_cache_hits_only_full_blocks_of_common_prefix(llm, folder):
   whole = prompt(4 * BS, 260)
@@ -102,21 +86,6 @@ def samples(output): return [c.token_ids for c in output.outputs]
 def check_whole(output, n):
   assert output.finished and [c.index for c in output.outputs] == list(range(n))
   assert all(c.finish_reason in ("stop", "length") for c in output.outputs)
-
-
-@pytest.mark.parametrize("length", EDGES)
-def test_greedy_parallel_samples_equal_single_sample(llm, folder, length):
-  job, expected = prompt(length, 1600 + length), reference_greedy(folder, prompt(length, 1600 + length), 2 * BS + 1)
-  one_text = None
-  for n, num_cached in ((3, 0), (1, full_blocks(length - 1)), (3, full_blocks(length - 1))):
-    with assert_all_blocks_freed(llm) as before: output, = llm.generate(tokens(job), greedy(2 * BS + 1, n=n))
-    check_whole(output, n)
-    assert samples(output) == [expected] * n and output.num_cached_tokens == num_cached
-    one_text = one_text or output.outputs[0].text
-    assert {c.text for c in output.outputs} == {one_text} and output.prompt_token_ids == job
-    m = llm.get_metrics()
-    assert m["prompt_tokens"] - before["prompt_tokens"] == length, "the prompt counts once"
-    assert m["generation_tokens"] - before["generation_tokens"] == n * (2 * BS + 1)
 
 
 def test_samples_without_seed_differ(sampler):

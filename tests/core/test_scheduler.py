@@ -234,21 +234,6 @@ def test_hybrid_thousand_random_operations_lose_no_state(seed, monkeypatch):
   assert (engine.states.num_hits > 20) == (engine.num_snapshots > 0)
 
 
-@pytest.mark.parametrize("caching", [True, False])
-def test_preempted_sequence_recomputes_only_uncached_tokens(caching):
-  engine = FakeEngine(blocks=12, seqs=4, budget=48, caching=caching)
-  for i in range(3): engine.add(prompt=12, n=30, family=i)
-  num_computed = num_preempted = 0
-  while engine.scheduler.running or engine.scheduler.waiting:
-    before = {seq: seq.num_computed for seq in engine.scheduler.running}
-    num_computed += sum(engine.step().values())
-    num_preempted += sum(n for seq, n in before.items() if seq in engine.scheduler.waiting)
-  engine.check_end()
-  num_recomputed = num_computed - sum(len(seq.tokens) - 1 for seq in engine.seqs)   # without the last token
-  preemptions, hits = (engine.scheduler.counters[name] for name in ("num_preemptions", "prefix_cache_hits"))
-  assert preemptions >= 2 and num_recomputed == num_preempted - hits > 12 and (hits > 0) == caching
-
-
 def test_schedule_decodes_first_then_fills_budget_with_prefills():
   engine = FakeEngine(blocks=40, seqs=4, budget=8)
   a, b = engine.add(prompt=2), engine.add(prompt=3)

@@ -10,7 +10,6 @@ from helpers.engines import ENGINE
 from helpers.models import tiny_model
 from helpers.servers import Server, wait_until
 
-from tinyvllm.config import EngineConfig
 
 
 def run_python(code, *arguments): return run_process(sys.executable, "-c", code, *arguments, DEV="CPU")
@@ -69,28 +68,6 @@ for i in range(3):
   *_, before, loaded, after = [int(x) * os.sysconf("SC_PAGE_SIZE") for x in run_python(code, path).stdout.split()]
   size = (path / "model.safetensors").stat().st_size
   assert loaded - before >= 0.8 * size and loaded - after >= 0.8 * size and after - before < 0.1 * size
-
-
-@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, pytest.param({"dtype": "float16"},
-                                                                               marks=pytest.mark.slow)], ids=str)
-def test_core_alone_gives_same_ids_as_extension(tmp_path, options):
-  """The model has every optional part. The core uses one device; the extension's two add their partial sums."""
-  folder = tiny_model(tmp_path, dtype="bfloat16", head_dim=16, attention_bias=True,
-                      num_key_value_heads=None, mlp_bias=True, tie_word_embeddings=True)
-  code = """
-import sys
-for name in sys.argv[2:]: sys.modules[name] = None   # as if not installed
-import tinyvllm
-llm = tinyvllm.LLM(sys.argv[1], **{options})
-output, = llm.generate('ab', tinyvllm.SamplingParams(temperature=0, max_tokens=20), False)
-print(type(llm.runner.model.norm).__module__, output.outputs[0].token_ids)"""
-
-  def run(options, *missing):
-    script = code.replace("{options}", str({**ENGINE, **options}))
-    return run_python(script, folder, *missing).stdout.split(maxsplit=1)
-  alone = {name: value for name, value in options.items() if name in EngineConfig.__dataclass_fields__}
-  modules, ids = zip(run(options), run(alone, "tinyvllm_extra"), strict=True)
-  assert modules == ("tinyvllm_extra.kernels.matmul", "tinyvllm.backend") and ids[0] == ids[1] and len(ids[0]) > 60
 
 
 def test_ctrl_c_during_captures_ends_without_traceback(tmp_path):

@@ -3,8 +3,8 @@ A fake model hashes a step's inputs and the content of its blocks into the next 
 block table changes the output."""
 
 import pytest
-from helpers.engines import check_invariants, greedy, ids_of, prompt, run_to_end, sampled, tokens
-from helpers.speculation import NGRAM, PER_POSITION, Counts, always_draft
+from helpers.engines import greedy, ids_of, prompt, run_to_end, sampled, tokens
+from helpers.speculation import NGRAM, PER_POSITION, Counts
 
 
 # Counters
@@ -35,17 +35,6 @@ def test_request_metrics_count_drafts_of_all_samples(fake):
   assert sum(m.num_draft_tokens for m in metrics) == proposed
   assert metrics[0].num_accepted_tokens >= metrics[0].num_draft_tokens - 4 > 40 > metrics[1].num_draft_tokens
   assert metrics[1].num_accepted_tokens < 3
-
-
-@pytest.mark.parametrize("drafts", [None, NGRAM], ids=["without", "with"])
-def test_max_tokens_and_max_model_len_are_never_exceeded(fake, drafts):
-  engine, oracle, _ = fake(drafts, max_model_len=64)
-  for length, n in [(5, n) for n in range(1, 14)] + [(64 - n, 100) for n in range(1, 14)]:
-    ids = prompt(length, n, "length")
-    expected = oracle.expect(ids, 40)
-    output, = engine.generate(tokens(ids), greedy(n), False)
-    assert ids_of(output) == expected[:min(n, 64 - length)] and output.outputs[0].finish_reason == "length"
-    check_invariants(engine)
 
 
 # Wrong drafts
@@ -99,19 +88,6 @@ def test_prompts_fill_token_budget_before_drafts(fake):
   assert ids_of(run_to_end(engine, 5000)["a"]) == expected and count()[0] > 0
 
 
-@pytest.mark.parametrize("style", ["partly wrong", "wrong", "right"])
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_prefix_cache_after_drafts_is_correct(fake, monkeypatch, style, overlaps):
-  engine, oracle, _ = fake(style=style, overlaps=overlaps)
-  always_draft(monkeypatch)
-  ids = prompt(6, "found")
-  expected = oracle.expect(ids, 60)
-  for start, end in ((0, 41), (41, 60), (40, 60), (33, 60), (5, 60)):
-    output, = engine.generate(tokens([*ids, *expected[:start]]), greedy(end - start), False)
-    assert ids_of(output) == expected[start:end]
-    if start: assert output.num_cached_tokens == (6 + start - 1) // 4 * 4, "all except the last token"
-
-
 @pytest.mark.parametrize("length", [16, 17, 20, 33])
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_drafts_after_last_prompt_chunk_are_counted_once_verified(fake, length, overlaps):
@@ -121,11 +97,3 @@ def test_drafts_after_last_prompt_chunk_are_counted_once_verified(fake, length, 
   assert oracle.expect(ids, 30) == ids_of(engine.generate(tokens(ids), greedy(30), False)[0])
   drafts, proposed, accepted = count()
   assert accepted == proposed == 30 - (count.steps - overlaps - (length - 1) // 16) and drafts < 10
-
-
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_draft_model_saves_steps(fake, words_folder, overlaps):
-  engine, oracle, count = fake({"model": words_folder, "num_speculative_tokens": 3}, overlaps=overlaps)
-  ids = prompt(9, "steps")
-  assert ids_of(engine.generate(tokens(ids), greedy(120), False)[0]) == oracle.expect(ids, 120)
-  assert count()[1] == count()[2] >= 75 and (overlaps or count.steps == 120 - count()[2])
