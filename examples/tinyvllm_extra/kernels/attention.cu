@@ -20,8 +20,6 @@ DEVICE u32 halves(u32 x) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) NAME(ARGUMENTS) {
-  OMITTED
-  extern __shared__ __align__(128) char memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, column = lane % 4;
   // A query tile is TILE * first token + number of further tokens
   const int tile = IS_PREFILL ? tokens[NUM_WORDS * T + gridDim.y - 1 - blockIdx.y] : blockIdx.y;

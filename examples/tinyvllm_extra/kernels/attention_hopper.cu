@@ -14,8 +14,6 @@
 DEVICE void arrive_after_copies(u32 b) { PTX("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(b)); }
 
 extern "C" __global__ void __launch_bounds__(384, 1) NAME(ARGUMENTS) {
-  OMITTED
-  extern __shared__ char memory[];
   // A query tile is TILE * first token + number of further tokens
   const int tile = tokens[NUM_WORDS * T + gridDim.y - 1 - blockIdx.y], first = tile / TILE, size = tile % TILE + 1;
   const int heads = size * G <= 128 ? G : 1;   // that share the work group

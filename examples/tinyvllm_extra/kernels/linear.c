@@ -27,10 +27,9 @@
 #endif
 typedef float f32 __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef int i32 __attribute__((vector_size(LANES * 4), aligned(4)));
-typedef SCALE scales __attribute__((vector_size(LANES * sizeof(SCALE)), aligned(sizeof(SCALE))));
-typedef OFFSET offsets __attribute__((vector_size(LANES * sizeof(OFFSET)), aligned(sizeof(OFFSET))));
+typedef SCALE scale_lanes __attribute__((vector_size(LANES * sizeof(SCALE)), aligned(sizeof(SCALE))));
+typedef OFFSET offset_lanes __attribute__((vector_size(LANES * sizeof(OFFSET)), aligned(sizeof(OFFSET))));
 typedef short i16 __attribute__((vector_size(LANES * 4)));
-typedef unsigned u32;
 #define EACH(i, count) _Pragma("clang loop unroll(full)") for (int i = 0; i < count; i++)
 #define FLOATS(type, p) __builtin_convertvector(*(const type *)(p), f32)
 // Rows of x and vectors of outputs whose sums fill the registers, and outputs per step
@@ -41,13 +40,13 @@ typedef unsigned u32;
 #define STEPS (WIDTH / OUTPUTS)
 
 #if !IS_INT
-typedef WEIGHT weights __attribute__((vector_size(LANES * sizeof(WEIGHT)), aligned(sizeof(WEIGHT))));
+typedef WEIGHT weight_lanes __attribute__((vector_size(LANES * sizeof(WEIGHT)), aligned(sizeof(WEIGHT))));
 typedef unsigned short f16_bits __attribute__((vector_size(LANES * 2)));
 typedef _Float16 f16 __attribute__((vector_size(LANES * 2)));
 typedef struct { float x[K]; } Row;
 
 // The numbers of input k, see NumberFormat.value
-static inline f32 decode(weights w, int k) {
+static inline f32 decode(weight_lanes w, int k) {
 #if BITS < 16
   f16_bits bits = __builtin_convertvector(BITS == 4 ? w >> k % 8 * 4 & 15 : w, f16_bits);
   if (!IS_FLOAT) return BITS == 4 ? __builtin_convertvector(bits, f32) : __builtin_convertvector(w, f32);
@@ -81,7 +80,7 @@ static void quantize(Row *row, const float *x) {
 
 // Compute R rows by WIDE vectors of outputs, from `first`. With an activation, the second half of the vectors is up's
 static inline __attribute__((always_inline)) void tile(const int R, long first, const long *targets, const Row *rows,
-    float *out, const u32 *weight, const SCALE *scale, const OFFSET *offset, const float *bias) {
+    float *out, const unsigned *weight, const SCALE *scale, const OFFSET *offset, const float *bias) {
   f32 total[8][8];
   long o[8];
   EACH(c, WIDE) o[c] = first + (IS_GATED && c >= WIDE / 2 ? N / 2 + (c - WIDE / 2) * LANES : c * LANES);
@@ -93,9 +92,9 @@ static inline __attribute__((always_inline)) void tile(const int R, long first, 
       const WEIGHT *from = (const WEIGHT *)weight + (o[c] / 16 * K + k) / (BITS == 4 ? 8 : 1) * 16 + o[c] % 16;
       const long at = (o[c] / 16 * GROUPS + k / (K / GROUPS)) * 16 + o[c] % 16;
       if (BLOCK_ROWS <= HIGH) __builtin_prefetch((const char *)from + 4096);   // W is read once
-      w[c] = decode(*(const weights *)from, k);
-      if (HAS_SCALE) w[c] = w[c] * FLOATS(scales, scale + at);
-      if (HAS_OFFSET) w[c] = w[c] + FLOATS(offsets, offset + at);
+      w[c] = decode(*(const weight_lanes *)from, k);
+      if (HAS_SCALE) w[c] = w[c] * FLOATS(scale_lanes, scale + at);
+      if (HAS_OFFSET) w[c] = w[c] + FLOATS(offset_lanes, offset + at);
     }
     EACH(r, R) EACH(c, WIDE) total[r][c] += w[c] * rows[r].x[k];
   }
@@ -104,15 +103,15 @@ static inline __attribute__((always_inline)) void tile(const int R, long first, 
     i32 sums[4][8];
     EACH(r, R) EACH(c, WIDE) sums[r][c] = (i32){} + START * rows[r].sum[g];
     EACH(j, X_GROUP / 4) EACH(c, WIDE) {
-      const u32 *at = weight + ((o[c] / 16 * K + g * X_GROUP) * BITS / 32 + j * BITS / 8) * 16 + o[c] % 16;
+      const unsigned *at = weight + ((o[c] / 16 * K + g * X_GROUP) * BITS / 32 + j * BITS / 8) * 16 + o[c] % 16;
       if (R == 1) __builtin_prefetch(at + 1024);   // W is read once
       i32 w = BITS == 8 ? *(const i32 *)at : *(const i32 *)at >> j % 2 * 4 & 0x0f0f0f0f;
       EACH(r, R) DOT(sums[r][c], w, (i32){} + *(const int *)(rows[r].q + g * X_GROUP + j * 4));
     }
     EACH(c, WIDE) EACH(r, R) {
       long at = (o[c] / 16 * GROUPS + g * X_GROUP / (K / GROUPS)) * 16 + o[c] % 16;
-      total[r][c] += __builtin_convertvector(sums[r][c], f32) * (FLOATS(scales, scale + at) * rows[r].scale[g]);
-      if (HAS_OFFSET) total[r][c] += FLOATS(offsets, offset + at) * (rows[r].scale[g] * (float)rows[r].sum[g]);
+      total[r][c] += __builtin_convertvector(sums[r][c], f32) * (FLOATS(scale_lanes, scale + at) * rows[r].scale[g]);
+      if (HAS_OFFSET) total[r][c] += FLOATS(offset_lanes, offset + at) * (rows[r].scale[g] * (float)rows[r].sum[g]);
     }
   }
 #endif
@@ -128,7 +127,6 @@ static inline __attribute__((always_inline)) void tile(const int R, long first, 
 // A core computes one of ROW_PARTS parts of the BLOCKS blocks of rows times one of OUTPUT_PARTS parts of the outputs. A
 // block is a group of rows with the same expert, or BLOCK_ROWS consecutive rows
 void NAME(ARGUMENTS, int core_id) {
-  OMITTED
   Row *rows = (Row *)scratch + (long)core_id * BLOCK_ROWS;
   long targets[BLOCK_ROWS], count, row_part = core_id % ROW_PARTS, part = core_id / ROW_PARTS;
   for (long block = BLOCKS * row_part / ROW_PARTS; block < BLOCKS * (row_part + 1) / ROW_PARTS; block++) {

@@ -9,8 +9,6 @@
 #define ONES (TYPE[0] == 'b' ? 0x3f803f80 : 0x3c003c00)
 
 extern "C" __global__ void __launch_bounds__(THREADS * DEEP) NAME(ARGUMENTS) {
-  OMITTED
-  extern __shared__ __align__(128) char memory[];
   const int part = threadIdx.x / THREADS, own = threadIdx.x % THREADS, lane = own % 32, warp = own / 32;
   const int* group = row_groups + blockIdx.x / ROW_TILES * ROW_GROUP;
   const int expert = HAS_ROW_GROUPS ? group[0] % EXPERTS : 0, row = blockIdx.x % ROW_TILES * ROWS;

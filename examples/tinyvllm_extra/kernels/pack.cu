@@ -8,8 +8,6 @@ DEVICE u32 pack_e4m3(float low, float high) {
   return y;
 }
 extern "C" __global__ void __launch_bounds__(256) NAME(ARGUMENTS) {
-  OMITTED
-  extern __shared__ char memory[];
   float* const of_warp = (float*)memory;   // its largest number
   const int t = blockIdx.x;
   if (t >= ROWS_OF_STEP) return;

@@ -10,7 +10,6 @@
 #define EACH(i) for (int i = 0; i < V; i++)
 #define OWN(i) to[i]
 #define ADD_UP(sums)
-typedef unsigned u32;
 #else
 #define SIGNATURE extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER NAME(ARGUMENTS)
 #define EACH(i) UNROLL for (int c = 0, i = blockIdx.x * THREADS + threadIdx.x; c < COUNT; c++, i += ALL) if (i < V)
@@ -43,9 +42,7 @@ DEVICE void add_up(float (&x)[3], float* of_warps, int slot) {
 #endif
 
 SIGNATURE {
-  OMITTED
 #if !IS_C
-  extern __shared__ char memory[];
   float own[COUNT];
   sync();   // all work groups of the cluster have started
 #endif

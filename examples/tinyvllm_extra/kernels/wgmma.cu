@@ -27,8 +27,6 @@ DEVICE void publish(u32* p) { PTX("st.release.gpu.global.u32 [%0], 1;" :: "l"(p)
 DEVICE u32 is_published(u32* p) { u32 x; PTX("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p)); return x; }
 
 extern "C" __global__ void __launch_bounds__(384, 1) NAME(ARGUMENTS) {
-  OMITTED
-  extern __shared__ char memory[];
   char* const stages = memory + (-address(memory) & 1023);
   const u32 smem = address(stages), bars = smem + STAGES * STAGE;   // full, empty
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = ROWS_OF_STEP;
