@@ -16,6 +16,7 @@ from .pooling import embeddings
 from .sampling import beam_search, logits, speculation
 from .sampling.params import SamplingParams
 from .text.huggingface import ChatTokenizer
+from .trace import observer
 from .vllm_options import NO_EFFECT, read_options
 
 
@@ -45,6 +46,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
   scheduler: engine_metrics.MeteredScheduler
   proposer: speculation.SpeculativeProposer | None
   states: snapshots.StatePool | None = None   # only for a model with recurrent layers
+  tracer: observer.Tracer | None = None
   save_prefix_cache = prefix_cache.save_prefix_cache
   load_prefix_cache = prefix_cache.load_prefix_cache
   beam_search = beam_search.beam_search
@@ -64,6 +66,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     has_layouts = backend is None or type(backend).kv_layout is not Backend.kv_layout
     check(config.kv_cache_dtype == "auto" or has_layouts,
           f"kv_cache_dtype={config.kv_cache_dtype!r} must be 'auto': the core's Backend has no other one")
+    trace = observer.open_trace(config.trace) if config.trace else None
     super().__init__(path, backend=backend, **vars(config))
     # The requested dtype, although a CPU computes in float32
     self.config = dataclasses.replace(self.config, dtype=getattr(self.backend, "stored_dtype", "") or self.config.dtype)
@@ -80,6 +83,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     self.sampling_defaults = defaults | (config.override_generation_config or {})
     ends = {*self.model_config.eos_token_ids, *filter(None, [self.tokenizer.eos_token_id])}
     self.model_config = dataclasses.replace(self.model_config, eos_token_ids=tuple(sorted(ends)))
+    if trace: self.tracer = observer.Tracer(self, self.scheduler, trace)
     if config.cudagraph_capture_sizes: [*self.capture(config.cudagraph_capture_sizes)]
 
   def __repr__(self) -> str:
@@ -93,6 +97,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     with self.driving():
       for request_id in [*self.requests]: self.abort_request(request_id)
       self._in_flight = self.proposer = None
+      if self.tracer: self.tracer.stop()
       for name in ("runner", "runners", "backend"): vars(self).pop(name, None)
     with exclusive: drivers.free_unused_buffers(self.devices)
 

@@ -47,6 +47,7 @@ class LLMConfig(EngineConfig):
     None, 'Sampling defaults, as in {"temperature": 0.5} (default: none)')
   revision: str | None = option(None, "Branch, tag or commit on the hub (default: main)")
   download_dir: str | None = option(None, "Folder for downloads (default: the hub's cache)")
+  trace: str | None = option(None, "File for a line of JSON per step (default: none)")
   max_logprobs: int = option(20, "Maximum log probabilities per token; -1: no limit", min=-1, max=2**31 - 1)
 
 

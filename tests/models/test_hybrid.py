@@ -1,6 +1,7 @@
 """Models with recurrent states: what a step writes in place, snapshots, drafts and failures. test_models.py compares
 their logits and ids with Hugging Face's classes."""
 import itertools
+import json
 import random
 
 import pytest
@@ -59,9 +60,9 @@ def test_next_turns_compute_only_the_new_tokens(llm):
     conversation += [*ids_of(output), 5, 6, 7]
 
 
-def test_snapshots_are_before_the_last_block_of_a_prompt_and_at_the_end_of_an_answer(folder, ids):
+def test_snapshots_are_before_the_last_block_of_a_prompt_and_at_the_end_of_an_answer(folder, ids, tmp_path):
   """A prompt of 23 tokens in chunks of at most 8: steps end at 8, 16, 20 and 23, then at 24, 25, ..., 39."""
-  llm, conversation = LLM(folder, **OPTIONS), PROMPTS[5] + ids[5]
+  llm, conversation = LLM(folder, **OPTIONS, trace=str(tmp_path / "trace")), PROMPTS[5] + ids[5]
   generated(llm, [PROMPTS[5]], 17)
   for length, num_cached in ((23, 20), (33, 20), (23, 20)):
     output, = llm.generate([tokens(conversation[:length])], greedy(1))
@@ -71,6 +72,10 @@ def test_snapshots_are_before_the_last_block_of_a_prompt_and_at_the_end_of_an_an
   assert output.num_cached_tokens == 32
   assert llm.get_metrics()["state_snapshots"] == 3, "at 20, 32 and 36"
   assert llm.get_metrics()["state_snapshot_hits"] == 5
+  llm.shutdown()
+  states = [json.loads(line)["states"] for line in (tmp_path / "trace").read_text().splitlines()[1:]]
+  assert [position for x in states[:6] for _, position in x["positions"]] == [8, 16, 20, 23, 24, 25]
+  assert states[-1].items() >= {"state_snapshots": 3, "state_snapshot_hits": 5}.items()
 
 
 def test_samples_of_a_prompt_share_its_snapshot(llm, ids):

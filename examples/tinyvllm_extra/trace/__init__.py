@@ -1,0 +1,1 @@
+"""The trace of an engine's steps: requests, tokens, block tables and times."""

@@ -1,0 +1,150 @@
+"""Writes a trace: a header, then a line of JSON for each step of an engine. examples/docs/trace.md describes the lines.
+The engine's thread only collects them; another one writes. Without a trace, no code of this module runs in a step."""
+import collections, contextlib, io, json, os, pathlib, threading, time, weakref
+from typing import NamedTuple
+
+from tinyvllm.config import InputError, JsonObject, logger
+from tinyvllm.engine import Engine
+from tinyvllm.request import Sequence
+from tinyvllm.runner import Results, Step
+from tinyvllm_extra.cache.snapshots import SnapshotScheduler
+
+
+def open_trace(path: str) -> io.FileIO:
+  """Return an empty file, which only its owner may read: it will hold the tokens of all requests."""
+  try: return open(pathlib.Path(path).expanduser(), "wb", 0, opener=lambda name, flags: os.open(name, flags, 0o600))
+  except OSError as error: raise InputError(f"trace={path!r} cannot be written: {error.strerror}") from error
+
+
+def name_of(seq: Sequence) -> str: return f"{seq.request_id}#{seq.index}" if seq.index else seq.request_id
+def milliseconds(start: float, end: float) -> float: return round(1000 * (end - start), 3)
+
+
+def tokens_of(seq: Sequence, positions: range, num_drafts: int, length: int) -> JsonObject:
+  """Return the tokens of a sequence that a step computed and sampled. length: of the sequence before the results."""
+  start, end, sampled = positions.start, positions.stop - num_drafts, seq.tokens[length:]
+  return {"id": seq, "kind": "decode" if start >= seq.num_prompt and end == start + 1 else "prefill", "from": start,
+          "to": end, "ids": seq.tokens[start:end], "drafts": num_drafts, "accepted": max(0, len(sampled) - 1),
+          "sampled": sampled, "finished": seq.finish_reason}
+
+
+def write_lines(file: io.FileIO, lines: collections.deque[JsonObject | None]) -> None:
+  """Write lines until the None. Each is written in one call, so that it is complete or absent. A Sequence in a line
+  stands for its name. After an error, the file ends with its last line."""
+  size = 0
+  while True:
+    time.sleep(0.05)   # an engine that wakes this thread in each step would be slower
+    while lines:
+      line = lines.popleft()
+      if line is None: return file.close()
+      if file.closed: continue
+      data = f"{json.dumps(line, separators=(',', ':'), default=name_of)}\n".encode()
+      try:
+        if file.write(data) != len(data): raise OSError("no space is left")
+        size += len(data)
+      except OSError as error:
+        logger.warning(f"trace: {file.name!r} ends before step {line.get('step', 0)}: {error}")
+        with contextlib.suppress(OSError): file.truncate(size)
+        file.close()
+
+
+def stop(lines: collections.deque[JsonObject | None], thread: threading.Thread) -> None:
+  lines.append(None)
+  if thread is not threading.current_thread(): thread.join()   # it may collect the engine as garbage
+
+
+# A step whose results are not read yet, with its line so far, and when it was scheduled; and of each of its sequences
+# the block table, which it leaves unchanged when it ends, and the number of draft tokens
+Scheduled = NamedTuple("Scheduled", [("step", Step), ("line", JsonObject), ("time", float),
+                                     ("tables", list[list[int]]), ("num_drafts", list[int])])
+
+
+class Tracer:
+  """Wraps the methods of an engine that schedule, update and reset steps, and collects a line for each step.
+
+  tables: block tables of the running sequences, as the lines so far describe them. cached: cached blocks. stop: a
+  function that writes the last lines, and closes the file."""
+  def __init__(self, engine: Engine, scheduler: SnapshotScheduler, file: io.FileIO):
+    self.scheduler, self.blocks, self.size = scheduler, engine.blocks, engine.config.block_size
+    self.lines = collections.deque[JsonObject | None]([{
+      "format": "tinyvllm trace", "version": 1, "model": str(engine.path), "options": repr(engine.config),
+      "devices": engine.runner.model.devices.names, "num_blocks": self.blocks.num_blocks, "block_size": self.size}])
+    self.tables: dict[Sequence, list[int]] = {}
+    self.cached = set[int]()
+    self.scheduled = collections.deque[Scheduled]()
+    self.num_steps, self.start, self.graphs = 0, time.perf_counter(), engine.runner.graphs
+    self.next_step, self.update, self.reset = engine._next_step, engine._update, engine._reset
+    vars(engine).update(_next_step=self.trace_step, _update=self.trace_update, _reset=self.trace_reset)
+    thread = threading.Thread(target=write_lines, args=(file, self.lines), name="tinyvllm-trace", daemon=True)
+    thread.start()
+    self.stop = weakref.finalize(engine, stop, self.lines, thread)   # at the latest when the process ends
+
+  def trace_step(self) -> Step | None:
+    if len(self.cached) != len(self.blocks.cached_blocks):   # the engine has loaded a prefix cache
+      self.cached = {*self.blocks.cached_blocks.values()}
+    start = time.perf_counter()
+    step = self.next_step()
+    if step:
+      line = self.describe(step, start, time.perf_counter())
+      self.scheduled.append(Scheduled(step, line, time.perf_counter(), [seq.block_table for seq in step.computed],
+                                      [len(seq.draft_token_ids) for seq in step.computed]))
+    return step
+
+  def describe(self, step: Step, start: float, end: float) -> JsonObject:
+    """Return the line of a step before its results. start, end: of its scheduling."""
+    scheduler, states, key = self.scheduler, self.scheduler.states, step.key
+    preempted = [seq for seq in self.tables if seq.slot is None and not seq.finish_reason]
+    tables = self.table_changes(step.computed)
+    evicted = [block for change in tables for block in change["new"] if block in self.cached]
+    self.cached.difference_update(evicted)
+    return {"step": self.num_steps + len(self.scheduled), "start_ms": milliseconds(self.start, start),
+            "host_ms": milliseconds(start, end), "waiting": scheduler.waiting[:100],
+            "num_waiting": len(scheduler.waiting), "running": [*scheduler.running], "preempted": preempted,
+            "tables": tables, "evicted": evicted, "graph": {
+              "tokens": key.num_tokens, "rows": key.num_rows, "sampler": key.sampler_mode.name.lower(),
+              "processors": key.plan is not None, "is_new": key not in self.graphs},
+            "states": states and states.metrics() | {
+              "positions": [[seq, scheduler.positions[seq.slot or 0]] for seq in scheduler.running]}}
+
+  def table_changes(self, computed: dict[Sequence, range]) -> list[JsonObject]:
+    """Return the blocks that left and joined each block table since the last call. computed: positions of a step: the
+    blocks before them, in the table of a sequence that starts, are from the prefix cache."""
+    tables = {seq: seq.block_table for seq in self.scheduler.running}
+    changes = []
+    for seq in dict.fromkeys([*self.tables, *tables]):
+      before, now = self.tables.get(seq, []), tables.get(seq, [])
+      if now == before: continue
+      num_kept = len(os.path.commonprefix([before, now]))   # compares any lists
+      num_used = num_kept if before else computed.get(seq, range(0)).start // self.size
+      changes.append({"id": seq, "freed": before[num_kept:], "shared": now[num_kept:num_used], "new": now[num_used:]})
+      self.tables[seq] = [*now]
+    self.tables = {seq: table for seq, table in self.tables.items() if table}
+    return changes
+
+  def trace_update(self, results: Results) -> None:
+    step, line, end, _, num_drafts = self.scheduled[0]
+    lengths = [len(seq.tokens) for seq in step.computed]
+    start = time.perf_counter()
+    self.update(results)
+    line["host_ms"] = round(line["host_ms"] + milliseconds(start, time.perf_counter()), 3)
+    line |= {"device_ms": milliseconds(end, start), "tokens": [
+      tokens_of(*x) for x in zip(step.computed, step.computed.values(), num_drafts, lengths, strict=True)]}
+    self.finish()
+
+  def finish(self) -> None:
+    """Collect the line of the oldest step, with the blocks that its results cached, and the changes of block tables by
+    its results, unless a later step was scheduled before."""
+    step, line, _, tables, _ = self.scheduled.popleft()
+    line["cached"] = [[block, self.blocks.block_hashes[block].hex()[:16]]
+                      for positions, table in zip(step.computed.values(), tables, strict=True)
+                      for block in table[positions.start // self.size:positions.stop // self.size]
+                      if block not in self.cached and self.blocks.is_cached(block)]
+    self.cached.update(block for block, _ in line["cached"])
+    self.lines.append(line | {"tables_after": [] if self.scheduled else self.table_changes({})})
+    self.num_steps += 1
+
+  def trace_reset(self) -> None:
+    self.reset()
+    for scheduled in [*self.scheduled]:
+      scheduled.line.update(tokens=[], device_ms=None, failed=True)
+      self.finish()
