@@ -5,7 +5,6 @@
 // work groups of all splits, share the context. Prefill: a work group has a query head and a query tile, with 16 M
 // tokens per warp. For a tile of up to 16 M tokens, the warps share the context. Stages of K and V, STAGE blocks of the
 // work group or, for decode, one of each warp, are copied to shared memory during the products of the stage before.
-#define LOG2_E 1.44269504f
 #define BLOCK (16 * D * (IS_BYTES ? 1 : 2))   // bytes of K or V of 16 positions
 #define THREADS (32 * WARPS)
 #define ROWS (IS_PREFILL ? 16 * M : G)        // of a warp

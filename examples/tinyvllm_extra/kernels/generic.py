@@ -16,8 +16,8 @@ from tinygrad.uop.ops import AxisType, Ops
 from tinyvllm.backend import cpu_cores, renderer
 from tinyvllm_extra.models.kv_cache import SMALLEST, dimensions_in, pack, unpack
 
-from .schedule import (LOWEST, ScoreOptions, axes, axis, divisor, end, field, fold, kernel_of,
-                       lane_axis, largest, mean, shared_by, unrolled)
+from .schedule import (LOWEST, ScoreOptions, axes, axis, call, divisor, end, field, fold, kernel_of, lane_axis,
+                       largest, mean, shared_by, unrolled)
 
 
 def rotate_and_write(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, num_heads: int,
@@ -30,11 +30,10 @@ def rotate_and_write(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Ten
   return q, cache
 
 
-def read(q: Tensor, cache: list[Tensor], tokens: Tensor, block_tables: Tensor, options: ScoreOptions,
-         sinks: list[Tensor]) -> Tensor:
-  """Attend to the cache. q: (T, KV, G, D). sinks: none, or one tensor, (H,). Return q's shape."""
-  kernel = functools.partial(attend_kernel, options=options)
-  return q.empty_like().custom_kernel(q, *cache, block_tables, tokens, *sinks, fxn=kernel)[0]
+def read(tensors: dict[str, Tensor], options: ScoreOptions) -> Tensor:
+  """Attend to the cache. tensors: see tensor_cores.attend. Return `out`."""
+  def run(operands: dict[str, UOp]) -> UOp: return attend_kernel(options, **operands)
+  return call(run, **tensors)[0]
 
 
 class HeadWriter:
@@ -151,13 +150,11 @@ class WorkGroup:
     return tensor.base.index(((block * KV + self.h) * math.prod(size) + index).valid(is_visible)).load()
 
 
-def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp, options: ScoreOptions) -> UOp:
-  """Compute causal attention of each token over its own sequence, up to the sequence's length. out: (T, KV, G, D).
-  rest: scales (int8 only), block_tables, tokens, sinks (optional)."""
-  sinks = [x for x in rest if len(x.shape) == 1]
-  *scales, table, tokens = rest[:len(rest) - len(sinks)]
-  group = WorkGroup(q, scales, table, tokens, keys.max_shape[3], options)
-  mean_value = result(group, accumulate(group, keys, values), sinks).cast(out.dtype)
+def attend_kernel(options: ScoreOptions, out: UOp, q: UOp, keys: UOp, values: UOp, table: UOp, tokens: UOp,
+                  scales: UOp | None = None, sinks: UOp | None = None) -> UOp:
+  """Compute causal attention of each token over its own sequence, up to the sequence's length. See read."""
+  group = WorkGroup(q, [] if scales is None else [scales], table, tokens, keys.max_shape[3], options)
+  mean_value = result(group, accumulate(group, keys, values), [] if sinks is None else [sinks]).cast(out.dtype)
   threads = divisor(q.shape[0], cpu_cores()) if q.numel() > 2**12 else 1
   return kernel_of("attend", out[group.t, group.h, *group.own[1:]].store(mean_value), shared_by(threads))
 

@@ -96,6 +96,14 @@ class ScoreOptions:
     """Return the factor from q . k to a score."""
     return LOG2_E * (self.scale or D**-0.5)
 
+  def definitions(self, operands: dict[str, UOp]) -> dict[str, object]:
+    """Return the macros of all sources of attention. operands: see tensor_cores.attend."""
+    (T, KV, G, D), max_blocks = operands["q"].max_shape, operands["table"].max_shape[1]
+    columns = [*TOKENS.formats]
+    return {"T": T, "KV": KV, "G": G, "D": D, "MAX_BLOCKS": max_blocks, "SLOT": columns.index("slot"),
+            "POSITION": columns.index("position"), "WINDOW": self.window, "CAP": f"{self.cap:f}f",
+            "UNIT": f"{self.factor(D):.9f}f", "LOWEST": f"{LOWEST}f", "LOG2_E": f"{LOG2_E:.9f}f"}
+
   def masked(self, score: UOp, position: UOp, at: UOp) -> UOp:
     """Return the capped score of position `at` for a token at `position`: LOWEST if the token does not see it."""
     if self.cap:   # cap * tanh(score / cap); a larger exponent than 126 could overflow and changes nothing

@@ -9,7 +9,6 @@ typedef unsigned long long u64;
 #define PTX(...) asm volatile(__VA_ARGS__ : "memory")
 #define UNROLL _Pragma("unroll")
 extern __shared__ __align__(128) char memory[];   // as many bytes as the launch requests
-#define LOWEST -1e30f   // score with weight 0; not -inf, because inf - inf is NaN
 
 DEVICE u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 // d += a @ b, with 16 x 16 numbers a and 16 x 8 numbers b

@@ -3,8 +3,6 @@
 A lane loads neighbours in memory. Blocks of K and V: (KV, D / 32, 16, 32) in float16; for int8 and fp8
 (KV, D / 32, 16, 8) uint32 words of four dimensions."""
 import functools, math
-from collections.abc import Sequence
-
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 
@@ -48,10 +46,12 @@ def tile_size(T: int) -> int: return 64 if T <= 512 and not cuda_source.has_wgmm
 def attend(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor, num_heads: int,
            scale: float = 0, window: int = 0, cap: float = 0, sinks: Tensor | None = None) -> Tensor:
   """Like Backend.attend, for both layouts. tokens: for tensor cores, see `add_query_tiles`."""
-  options = ScoreOptions(scale, window, cap)
-  writer, attend_to = (LaneWriter, read) if cache[0].ndim == 5 else (generic.HeadWriter, generic.read)
-  q, cache = generic.rotate_and_write(qkv, cache, rope, tokens, num_heads, writer)
-  return attend_to(q, cache, tokens, block_tables, options, [] if sinks is None else [sinks]).flatten(1)
+  writer, read = (LaneWriter, read_tiles) if cache[0].ndim == 5 else (generic.HeadWriter, generic.read)
+  q, (keys, values, *scales) = generic.rotate_and_write(qkv, cache, rope, tokens, num_heads, writer)   # (T, KV, G, D)
+  tensors = {"out": q.empty_like(), "q": q, "keys": keys, "values": values, "table": block_tables, "tokens": tokens}
+  optional = {"scales": scales[0] if scales else None, "sinks": sinks}
+  tensors |= {name: x for name, x in optional.items() if x is not None}
+  return read(tensors, ScoreOptions(scale, window, cap)).flatten(1)
 
 
 def add_query_tiles(tokens: Tensor, block_tables: Tensor) -> Tensor:
@@ -75,25 +75,22 @@ def add_query_tiles(tokens: Tensor, block_tables: Tensor) -> Tensor:
   return tokens[:TOKENS.num_words].cat(tiles.unsqueeze(0), num_tokens).contiguous()
 
 
-def read(q: Tensor, cache: list[Tensor], tokens: Tensor, block_tables: Tensor,
-         options: ScoreOptions, sinks: Sequence[Tensor]) -> Tensor:
-  """Attend to the cache. q: (T, KV, G, D). Return the same shape. A step with prompts has query tiles, and before them
-  work groups for the tokens without a tile."""
+def read_tiles(tensors: dict[str, Tensor], options: ScoreOptions) -> Tensor:
+  """Attend to the cache. tensors: see attend. Return `out`. A step with prompts has query tiles, and before them work
+  groups for the tokens without a tile."""
+  out, q, table = tensors["out"], tensors["q"], tensors["table"]
   T, KV = [int(n) for n in q.shape[:2]]
   # Split-KV: with few tokens and possibly long contexts, several work groups share a token and a K/V head
-  context = min(block_tables.shape[1] * BS, options.window or 2**31)
+  context = min(table.shape[1] * BS, options.window or 2**31)
   splits = max(1, MIN_WORK_GROUPS // (T * KV)) if context > 1024 and T <= MAX_DECODE else 1
-  keys, values, *scales = cache
-  inputs = {"q": q, "keys": keys, "values": values, "scales": scales[0] if scales else None, "table": block_tables,
-            "tokens": tokens}
-  launch, out = functools.partial(launch_attention, options=options, splits=splits), q.empty_like()
+  launch = functools.partial(launch_attention, options=options, splits=splits)
   for is_prefill in (False, True)[:1 + (T > MAX_DECODE)] if splits == 1 else ():
-    out = cuda_source.run(functools.partial(launch, is_prefill=is_prefill), out=out, **inputs,
-                          sinks=sinks[0] if sinks else None)[0]
+    out = cuda_source.run(functools.partial(launch, is_prefill=is_prefill), **tensors | {"out": out})[0]
   if splits == 1: return out
+  sinks = [tensors.pop(name) for name in ("sinks",) if name in tensors]
   means, logs = [Tensor.empty(splits, *x, dtype=dtypes.float32, device=q.device) for x in (q.shape, q.shape[:3])]
-  means, *_, logs = cuda_source.run(launch, out=means, **inputs, logs=logs)
-  return q.empty_like().custom_kernel(means, logs, *sinks, fxn=combine_kernel)[0]
+  means, *_, logs = cuda_source.run(launch, **tensors | {"out": means, "logs": logs})
+  return out.custom_kernel(means, logs, *sinks, fxn=combine_kernel)[0]
 
 
 def launch_attention(operands: dict[str, UOp], options: ScoreOptions, splits: int, is_prefill: bool = False) -> Launch:
@@ -106,13 +103,10 @@ def launch_attention(operands: dict[str, UOp], options: ScoreOptions, splits: in
   limit = (SHARED_BYTES << cuda_source.has_wgmma()) // max(2 * block_bytes, G * (D + 1) * 4)
   warps = min(16, max(2, DECODE_WARPS // (num_decodes * KV)), limit)
   tile, warps, rows = (tile_size(T), 4, tile_size(T) // 4) if is_prefill else (1, warps, G)   # rows of a warp
-  columns = [*TOKENS.formats]
-  definitions: dict[str, object] = {
-    "TYPE": f'"{cuda_source.TYPES[operands["q"].dtype]}"', "T": T, "KV": KV, "G": G, "D": D, "WARPS": warps,
-    "M": max(1, rows // 16), "SPLITS": splits, "IS_PREFILL": int(is_prefill), "IS_BYTES": int(is_bytes), "TILE": tile,
-    "HAS_TILES": int(T > MAX_DECODE), "STAGE": STAGE if is_prefill else 1, "NUM_WORDS": len(columns),
-    "SLOT": columns.index("slot"), "POSITION": columns.index("position"), "MAX_BLOCKS": operands["table"].max_shape[1],
-    "WINDOW": options.window, "CAP": f"{options.cap:f}f", "UNIT": f"{options.factor(D):.9f}f"}
+  definitions = options.definitions(operands) | {
+    "TYPE": f'"{cuda_source.TYPES[operands["q"].dtype]}"', "WARPS": warps, "M": max(1, rows // 16), "SPLITS": splits,
+    "IS_PREFILL": int(is_prefill), "IS_BYTES": int(is_bytes), "TILE": tile, "HAS_TILES": int(T > MAX_DECODE),
+    "STAGE": STAGE if is_prefill else 1, "NUM_WORDS": TOKENS.num_words}
   groups = (KV * G, min(T, T // tile + slots - 1), 1) if is_prefill else (KV, num_decodes, splits)
   if (is_prefill and D in (64, 128) and cuda_source.has_wgmma()
       and not (is_bytes or options.window or options.cap or "sinks" in operands)):
