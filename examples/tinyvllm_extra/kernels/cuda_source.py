@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
-from tinygrad.renderer.cstyle import CUDARenderer
+from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 
 from tinyvllm.backend import renderer
@@ -24,6 +24,7 @@ ARGUMENTS = {name: kind for kind, names in OPERANDS.items() for name in names.sp
 
 # Whether kernels are compiled from CUDA C++ and may have dynamic shared memory, which DEV=NV does not support
 def speaks_cuda() -> bool: return isinstance(renderer(), CUDARenderer) and Device.DEFAULT != "NV"
+def speaks_c() -> bool: return isinstance(renderer(), ClangRenderer)   # whether clang compiles kernels from C
 
 
 def has_mma(dtype: DType) -> bool:

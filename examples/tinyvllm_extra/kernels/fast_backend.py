@@ -28,7 +28,7 @@ class FastSampler(Sampler):
 
   def keep_top(self, p: Tensor, weights: Tensor, target: Tensor) -> Tensor:
     """Like Sampler's, with sampler.cu in CUDA, and in C on a CPU. weights: p or ones."""
-    if not (cuda_source.speaks_cuda() or matmul.speaks_c()): return super().keep_top(p, weights, target)
+    if not (cuda_source.speaks_cuda() or cuda_source.speaks_c()): return super().keep_top(p, weights, target)
     launch = functools.partial(launch_sampler, counts=weights is not p)
     return cuda_source.run(launch, out=p.empty_like(), x=p, goals=target.contiguous())[0]
 

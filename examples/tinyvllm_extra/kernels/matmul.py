@@ -7,11 +7,10 @@ from math import gcd
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes, helpers
 from tinygrad.dtype import DType
-from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.uop.ops import AxisType
 
 from tinyvllm import backend
-from tinyvllm.backend import cpu_cores, renderer
+from tinyvllm.backend import cpu_cores
 from tinyvllm.llama import Checkpoint
 from tinyvllm_extra.models.experts import group_by_expert
 from tinyvllm_extra.models.quantized import Matrix, UNQUANTIZED, Quantized, narrow
@@ -133,11 +132,8 @@ class FastExperts(FastLinear):
     return self(x, row_groups=row_groups, count=count)
 
 
-def speaks_c() -> bool: return isinstance(renderer(), ClangRenderer)   # whether kernels are compiled from C, by clang
-
-
 # Whether linear.c can read W, and multiply it by x
-def fits_c(layer: FastLinear) -> bool: return layer.weight.max_shape[2:] == (16,) and speaks_c()
+def fits_c(layer: FastLinear) -> bool: return layer.weight.max_shape[2:] == (16,) and cuda_source.speaks_c()
 def uses_c(layer: FastLinear, x: Tensor) -> bool: return x.dtype == dtypes.float32 and fits_c(layer)
 
 
