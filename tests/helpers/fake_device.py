@@ -10,7 +10,7 @@ from tinygrad import Tensor, dtypes
 
 from tinyvllm import backend
 from tinyvllm.runner import UNKNOWN, GraphKey, Runner
-from tinyvllm_extra.kernels import FastBackend, drivers, step_cache
+from tinyvllm_extra.kernels import FastBackend, drivers, kernel_cache
 from tinyvllm_extra.sampling.logits import ADJUSTMENTS, NUM_BEST, HiddenStatesPlan, LogitsPlan
 
 from .models import load
@@ -189,7 +189,7 @@ class FakeMemory(drivers.DriverMemory):
     return min(super().max_blocks(num_bytes, block_bytes, min_blocks), max(1024, min_blocks))
 
 
-class FakeGraphs(step_cache.FewGraphs):
+class FakeGraphs(kernel_cache.FewGraphs):
   def run(self, runner: Runner, graph: Any, key: GraphKey) -> Any:
     return super().run(runner, Graph(runner.backend, runner, graph, key), key)
 

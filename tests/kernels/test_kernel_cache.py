@@ -44,7 +44,7 @@ def test_kernel_folder_lowers_each_kernel_once(lowered, tmp_path):
 def test_kernel_folder_separates_versions_patches_compilers_and_settings(lowered, monkeypatch, tmp_path):
   (tmp_path / "kernels").mkdir()
   (tmp_path / "patches.py").write_text("# changed\n")
-  others = ((f"{kernels.__name__}.TINYGRAD", "0.15.0"), (f"{kernels.__name__}.__version__", "0.0.1"),
+  others = ((f"{kernels.__name__}.TINYGRAD", "0.15.0"), ("tinyvllm.__version__", "0.0.1"),
             (f"{kernels.__name__}.PATCHES", tmp_path / "patches.py"))
   for _ in range(2):
     build_kernel(tmp_path / "kernels")

@@ -5,7 +5,7 @@ from tinygrad import codegen, helpers
 
 from tinyvllm import LLM, SamplingParams
 from tinyvllm_extra.formats import tuning
-from tinyvllm_extra.kernels import FastBackend, step_cache
+from tinyvllm_extra.kernels import FastBackend, kernel_cache
 
 PROMPTS = [prompt(n) for n in (3, 20)]
 PARAMS = [greedy(6), SamplingParams(temperature=1.0, top_p=0.9, seed=1, logprobs=2, max_tokens=6)]
@@ -22,12 +22,12 @@ def run(folder, monkeypatch, tmp_path):
 
   def make(**options):
     captures = []
-    monkeypatch.setattr(step_cache.StoredStep, "save", lambda *args: captures.append(args) or save(*args))
+    monkeypatch.setattr(kernel_cache.StoredStep, "save", lambda *args: captures.append(args) or save(*args))
     llm = LLM(folder, **{**ENGINE, **options})
     jobs = [(x, params) for x in PROMPTS for params in PARAMS]
     ids = [llm.generate(tokens(x), params, False)[0].outputs[0].token_ids for x, params in jobs]
     return ids, len(captures)
-  save = step_cache.StoredStep.save
+  save = kernel_cache.StoredStep.save
   return make
 
 
@@ -43,7 +43,7 @@ def test_engine_restores_the_steps_of_an_earlier_one(run, tmp_path):
 @pytest.mark.parametrize("change", ["option", "code", "choices", "backend", "level"])
 def test_changed_step_is_captured(run, monkeypatch, tmp_path, change):
   run()
-  if change == "code": monkeypatch.setattr(step_cache, "source_hash", lambda: "other")
+  if change == "code": monkeypatch.setattr(kernel_cache, "source_hash", lambda: "other")
   if change == "level": monkeypatch.setattr(helpers.CACHELEVEL, "value", 1)
   (path := tmp_path / "tuned.json").write_text('{"linear": "4"}')
   if change == "choices": monkeypatch.setattr(tuning, "path", lambda: path)

@@ -13,7 +13,7 @@ from tinyvllm_extra.models.experts import MixtureBackend
 from tinyvllm_extra.models.layers import VariantConfig
 from tinyvllm_extra.options import LLMConfig
 
-from . import cuda_source, drivers, layer_calls, products, matmul, step_cache, tensor_cores
+from . import cuda_source, drivers, kernel_cache, layer_calls, matmul, products, tensor_cores
 from .cuda_source import Launch
 
 
@@ -59,7 +59,7 @@ class FastBackend(MixtureBackend):
   # Tensor cores need many rows; MeteredScheduler takes fewer while sequences decode
   budget = property(lambda self: 2048 if cuda_source.speaks_cuda() and renderer().tensor_cores else super().budget)
 
-  def __init__(self) -> None: self.graphs = step_cache.FewGraphs()
+  def __init__(self) -> None: self.graphs = kernel_cache.FewGraphs()
 
   def run_layers(self, layers: list, x: Tensor, delta: Tensor, caches: list[list[Tensor]], *inputs: Any) -> tuple:
     ropes, tokens, block_tables = inputs

@@ -1,16 +1,28 @@
-"""A cache of lowered and compiled kernels on disk."""
-import contextlib, dataclasses, hashlib, importlib.metadata, os, pathlib, pickle, zlib
+"""Caches on disk of lowered and compiled kernels, and of captured steps: a later process neither lowers nor traces
+them."""
+import contextlib, dataclasses, functools, hashlib, importlib.metadata, io, logging, os, pathlib, pickle, time, types
+import zlib
+from typing import Any
 
-from tinygrad import UOp, codegen
+from tinygrad import Device, Tensor, UOp, codegen, helpers
 from tinygrad.codegen import do_to_program
+from tinygrad.engine.jit import CapturedJit, _TinyJit
 from tinygrad.renderer import Renderer
+from tinygrad.uop.ops import Ops
 
-from tinyvllm import __version__
+import tinyvllm
+from tinyvllm.backend import Backend, renderer
+from tinyvllm.config import logger
+from tinyvllm.runner import GraphKey, Runner
+from tinyvllm_extra.graph_policy import PaddedGraphs
 
+from . import products
 from .cpu import EXP2
 
 TINYGRAD = importlib.metadata.version("tinygrad")
 PATCHES = pathlib.Path(__file__).with_name("tinygrad_patches.py")   # change the program of an unchanged kernel
+# Packages whose code and objects may determine a step; a step with others is not stored, since they may change
+PACKAGES = {"tinyvllm", "tinyvllm_extra", "tinygrad", "builtins", "collections", "enum", "functools", "pathlib"}
 
 
 @dataclasses.dataclass
@@ -32,7 +44,7 @@ class KernelFolder:
   def file(self, renderer: Renderer, *content: object) -> pathlib.Path:
     """Return the file of what `renderer` makes of `content` with these versions, flags and settings."""
     settings = [x.value for x in codegen.to_program_config]
-    version = TINYGRAD, __version__, PATCHES.read_bytes(), EXP2
+    version = TINYGRAD, tinyvllm.__version__, PATCHES.read_bytes(), EXP2
     compiler = type(renderer), renderer.target, getattr(renderer.compiler, "args", None), self.compiler
     return self.path / hashlib.sha256(repr((content, compiler, settings, version)).encode()).hexdigest()
 
@@ -43,3 +55,102 @@ def write(path: pathlib.Path, data: bytes) -> None:
   with contextlib.suppress(OSError):
     new.write_bytes(data)
     new.replace(path)
+
+
+@functools.cache
+def source_hash() -> str:
+  """Return a hash of all code of tinyvllm."""
+  core, extension = pathlib.Path(tinyvllm.__file__).parent, pathlib.Path(__file__).parents[1]
+  files = [x for kind in ("py", "cu*", "c", "json") for root in (core, extension) for x in root.rglob(f"*.{kind}")]
+  return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
+
+
+class Writer(pickle.Pickler):
+  """Pickles a runner's state, then a step that reads it. A buffer becomes its number, in order of appearance. Raises
+  PicklingError for objects of other packages."""
+  def __init__(self, file: io.BytesIO):
+    super().__init__(file)
+    self.numbers: dict[UOp, int] = {}
+
+  def persistent_id(self, x: object) -> tuple | None:
+    if isinstance(x, Tensor): return self.persistent_id(x.uop.base), x.shape
+    if not isinstance(x, UOp) or x.op is not Ops.BUFFER or x.arg.device is None: return None
+    return self.numbers.setdefault(x, len(self.numbers)), x.device, x.shape, x.dtype
+
+  def reducer_override(self, x: object) -> Any:
+    """Keep of a compiled kernel only what runs it, and of a backend its class."""
+    if isinstance(x, Backend): return type(x), ()
+    if isinstance(x, type | types.FunctionType) and x.__module__.partition(".")[0] not in PACKAGES:
+      raise pickle.PicklingError(f"{x} may change")
+    if not isinstance(x, UOp) or x.op is not Ops.PROGRAM: return NotImplemented
+    sink, instructions, source, binary = x.src
+    parameters = tuple(op for op in instructions.src if op.op is Ops.PARAM)
+    kept = UOp.sink(arg=sink.arg), instructions.replace(src=parameters), source.replace(arg=""), binary
+    return UOp, (x.op, x.dtype, kept, x.arg)
+
+
+class Reader(pickle.Unpickler):
+  """Reads a step. buffers: of the runner's state, in order of appearance; the step's own ones are new."""
+  def __init__(self, file: io.BytesIO, buffers: list[UOp]):
+    super().__init__(file)
+    self.buffers = dict(enumerate(buffers))
+
+  def persistent_load(self, description: tuple) -> UOp:
+    number, device, (size,), dtype = description
+    return self.buffers.setdefault(number, UOp.new_buffer(device, size, dtype))
+
+
+class StoredStep:
+  """The file of a step, by the code, the state that its runner reads, and the key of its graph."""
+  def __init__(self, folder: KernelFolder, runner: Runner, words: Tensor, key: GraphKey):
+    """Raises PicklingError if other packages determine the step."""
+    self.stream = io.BytesIO()
+    self.writer = Writer(self.stream)
+    self.writer.dump([runner.backend, runner.model, runner.config, runner.logits, runner.kv_caches, runner.ropes,
+                      runner.block_tables, runner.last_tokens, words])
+    self.path = folder.file(renderer(), self.stream.getvalue(), key, source_hash(), products.choices)
+
+  def load(self) -> CapturedJit | None:
+    """Return the step, or None if it is not stored."""
+    with contextlib.suppress(OSError, zlib.error):   # the file is missing or damaged
+      data = zlib.decompress(self.path.read_bytes())
+      linear, outputs = Reader(io.BytesIO(data), [*self.writer.numbers]).load()
+      return CapturedJit([Tensor(x) for x in outputs], linear, [], [])
+    return None
+
+  def save(self, step: CapturedJit) -> None:
+    self.stream.truncate(self.stream.seek(0))
+    self.writer.clear_memo()
+    self.writer.dump((step._linear, [x.uop for x in step.ret]))
+    write(self.path, zlib.compress(self.stream.getvalue(), 1))
+
+
+def restore(runner: Runner, graph: object, key: GraphKey) -> StoredStep | None:
+  """Give a graph that is not captured its step, if that is stored. Return where to save it if it is not."""
+  folder = codegen.do_to_program
+  if not (isinstance(graph, _TinyJit) and isinstance(folder, KernelFolder) and helpers.CACHELEVEL >= 2
+          and len(runner.model.devices.names) == 1): return None
+  with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):   # an object cannot be pickled
+    stored = StoredStep(folder, runner, runner.graphs[key][0], key)
+    graph.captured = stored.load()
+    if not graph.captured: return stored
+    graph.cnt += 1
+  return None
+
+
+class FewGraphs(PaddedGraphs):
+  """PaddedGraphs whose captured steps are cached on disk."""
+  def run(self, runner: Runner, graph: Any, key: GraphKey) -> Any:
+    """Run a step. Restore or capture it first, and log that (with level DEBUG during startup)."""
+    is_new = graph.cnt == 1
+    start_time = time.perf_counter()
+    num_kernels = KernelFolder.compiled
+    stored = restore(runner, graph, key) if is_new else None
+    results = graph()
+    if stored: stored.save(graph.captured)
+    if is_new and graph.cnt > 1:   # not captured if eager
+      self.captured.add((runner, key))
+      Device.default.synchronize()
+      logger.log(logging.DEBUG if self.capture_sizes else logging.INFO, f"captured a step of {key.num_tokens} tokens "
+                 f"in {time.perf_counter() - start_time:.1f} s, {KernelFolder.compiled - num_kernels} new kernels")
+    return results
