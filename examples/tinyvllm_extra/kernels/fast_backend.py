@@ -4,7 +4,7 @@ import functools, math
 from collections.abc import Callable
 from typing import Any
 
-from tinygrad import Device, Tensor, UOp, dtypes
+from tinygrad import Device, Tensor, UOp, dtypes, helpers
 from tinygrad.dtype import DType
 
 from tinyvllm.backend import Sampler, cpu_cores, renderer
@@ -19,11 +19,12 @@ from .cuda_source import Launch
 
 class FastSampler(Sampler):
   def reduce(self, function: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """Return a sum or maximum over V of (S, V, ...): (S, 1, ...), in two steps to keep a GPU busy with few rows."""
-    size = int(x.shape[1])
-    common = math.gcd(size, 1 if cpu_cores() else 256)
-    columns = common * max(n for n in (1, 2, 3, 4) if size // common % n == 0)
-    partial = function(x.unflatten(1, (-1, columns)), 1).contiguous()   # (S, columns, ...)
+    """Return a sum or maximum over V of (S, V), (S, 1), in two steps to keep a GPU busy with few rows. Its threads sum
+    32 numbers each, whose loads overlap."""
+    padding = 0 if function is Tensor.sum else x.dtype.min
+    columns = 4 if cpu_cores() else helpers.round_up(int(x.shape[1]), 2**12) // 32
+    padded = x.pad((None, (0, -x.shape[1] % columns)), value=padding)
+    partial = function(padded.unflatten(1, (-1, columns)), 1).contiguous()   # (S, columns)
     return function(partial, 1, keepdim=True).contiguous()
 
   def keep_top(self, p: Tensor, weights: Tensor, target: Tensor) -> Tensor:

@@ -98,8 +98,11 @@ class FastLinear(backend.Linear):
     return call(run, out=out, **tensors)[0]
 
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
-    plain = self.weight.permute(helpers.argsort(STORED[self.weight.ndim])).reshape(self.out_features, -1)
-    return plain[local_ids(ids, self.out_features)].cast(dtype)
+    # In two steps: tinygrad 0.14 makes two kernels of an index in 2**15 or more rows
+    ids, tile = local_ids(ids, self.out_features), gcd(self.out_features, 16)
+    tiles = self.weight.permute(helpers.argsort(STORED[self.weight.ndim])).reshape(self.out_features // tile, tile, -1)
+    x = tiles[ids // tile]                                              # (T, tile, in)
+    return x.gather(1, (ids % tile).reshape(-1, 1, 1).expand(-1, 1, x.shape[2])).squeeze(1).cast(dtype)
 
 
 class FastGateUp(backend.GateUp, FastLinear):
