@@ -1,6 +1,6 @@
 """The backend that is faster than the core's: attention and matrix kernels with a fixed schedule for CPUs, GPUs and
 NVIDIA tensor cores; layers traced once; lowered kernels cached on disk."""
-import functools, math
+import functools
 from collections.abc import Callable
 from typing import Any
 
