@@ -1,7 +1,6 @@
 """The prefix cache in a file: a restarted engine gives the same outputs and cache hits as the old one; blocks of other
 engines or damaged blocks are never loaded; a file is replaced atomically. Most tests simulate a restart:
 they empty an engine's cache and fill its blocks with noise."""
-import random
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,19 +99,6 @@ def test_load_fills_free_blocks_with_most_recent_blocks(small_llm, llm, folder, 
   assert answers == [reference_greedy(folder, texts[i], 1) for i in (3, 2, 0)] and num_cached == [4 * BS, 4 * BS, 0]
 
 
-def test_load_and_save_in_several_batches_are_complete(llm, file, saved, monkeypatch):
-  """Batches have three blocks. Some blocks are cached before the load."""
-  _, expected = saved
-  monkeypatch.setattr(prefix_cache, "MAX_BYTES", 3 * len(next(iter(expected.values()))) + 5)
-  run(restart(llm), prompt(5 * BS + 1, "saved", 1))
-  missing = {*expected} - {*llm.blocks.cached_blocks}
-  assert 3 < len(missing) < len(expected) and llm.load_prefix_cache(file) == len(missing)
-  assert prefix_cache.Blocks(llm).count == 3 and contents(llm) == expected
-  before = file.read_bytes()
-  restart(llm).load_prefix_cache(file)
-  assert llm.save_prefix_cache(file) == len(expected) and file.read_bytes() == before
-
-
 def test_blocks_of_any_dtypes_and_shapes_are_read_and_written():
   """For example an int8 KV cache with scales, or a cache on two devices."""
   n, rng = 11, np.random.default_rng(3)
@@ -130,25 +116,6 @@ def test_blocks_of_any_dtypes_and_shapes_are_read_and_written():
   expected[[4, 9]] = rng.integers(0, 256, (2, blocks.row_bytes), np.uint8)
   blocks.write([4, 9], expected[[4, 9]])
   assert (blocks.read([*range(1, n)]) == expected[1:]).all(), "only the null block may get padding"
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_chats_with_random_restarts_equal_reference(llm, folder, tmp_path, seed):
-  rng = random.Random(seed)
-  restart(llm)
-  chats = [prompt(rng.randrange(1, 20), "chat", seed, i) for i in range(3)]
-  for turn in range(8):
-    i = rng.randrange(3)
-    chats[i] += prompt(rng.randrange(1, 6), "turn", seed, turn)
-    (answer,), (num_cached,) = run(llm, chats[i], n=4)
-    assert answer == reference_greedy(folder, chats[i], 4)
-    if num_cached: chats[i] += answer
-    if rng.random() < 0.5:
-      count = llm.save_prefix_cache(tmp_path / "cache")
-      before = lru_order(llm), contents(llm)
-      assert restart(llm).load_prefix_cache(tmp_path / "cache") == count
-      assert (lru_order(llm), contents(llm)) == before
-    check_invariants(llm)
 
 
 def test_draft_model_blocks_are_saved(folder, tmp_path, monkeypatch):

@@ -31,7 +31,6 @@ class Counts:
     return drafts, proposed, accepted
 
   steps = property(lambda self: self.engine.get_metrics()["steps"] - self.start["steps"])
-  preemptions = property(lambda self: self.engine.get_metrics()["num_preemptions"] - self.start["num_preemptions"])
 
 
 def always_draft(monkeypatch):

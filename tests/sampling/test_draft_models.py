@@ -76,15 +76,3 @@ def test_stop_within_drafts_ends_text(plain, engine, monkeypatch, field):
   for p in params[::3]: engine.generate(jobs[:1], p, False)
   assert count()[1] == count()[2] > 20, "drafts after the end are not counted"
   check_invariants(engine)
-
-
-def test_stream_delivers_accepted_drafts_together(plain, engine, monkeypatch):
-  ids, params = prompt(9, "stream"), sampled(40, seed=2, logprobs=0)
-  add_outputs(Oracle(monkeypatch), plain, [tokens(ids)], [params])
-  expected, = plain.generate(tokens(ids), params, False)
-  pieces = [output.outputs[0] for output in engine.generate_stream(tokens(ids), params)]
-  assert "".join(piece.text for piece in pieces) == expected.outputs[0].text
-  assert [token for piece in pieces for token in piece.token_ids] == ids_of(expected)
-  assert [len(piece.logprobs) for piece in pieces] == [len(piece.token_ids) for piece in pieces]
-  assert len(pieces) < 20 and max(len(piece.token_ids) for piece in pieces) == 6
-  assert pieces[-1].finish_reason == "length"

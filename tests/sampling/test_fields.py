@@ -5,8 +5,7 @@ import pytest
 from helpers.data import read_data
 from helpers.engines import ENGINE, greedy, ids_of, sampled, tokens
 from helpers.models import tiny_model
-from helpers.reference import (END, N, SPM, changed, encodings, end_ids, log_softmax, reference_greedy,
-                               reference_logits)
+from helpers.reference import (END, N, SPM, changed, encodings, end_ids, log_softmax, reference_logits)
 from helpers.tokenizers import byte_level_bpe
 
 from tinyvllm import LLM, Logprob
@@ -128,23 +127,6 @@ def test_batch_without_processors_uses_plain_graphs(llm, monkeypatch, options):
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
 
 
-def test_seeded_output_in_batch_and_after_preemption_equals_single(llm, small):
-  jobs, before = [tokens(prompt(17, 70 + i)) for i in range(16)], small.get_metrics()["num_preemptions"]
-  params = [seeded(N, 900 + i, **PENALTIES) for i in range(16)]
-  alone = [ids_of(llm.generate(*job)[0]) for job in zip(jobs, params, strict=True)]
-  for engine in (llm, small): assert [ids_of(o) for o in engine.generate(jobs, params)] == alone
-  assert small.get_metrics()["num_preemptions"] > before + 3, "the KV cache must be too small"
-  assert len({*map(tuple, alone)}) == 16 and ids_of(llm.generate(jobs[3], seeded(N, 8, **PENALTIES))[0]) != alone[3]
-
-
-def test_samples_with_penalties_equal_single_requests(llm, folder):
-  job = tokens(prompt(17, 40))
-  alone = [ids_of(llm.generate(job, seeded(N, 60 + i, **PENALTIES))[0]) for i in range(4)]
-  assert samples(llm.generate(job, seeded(N, 60, n=4, **PENALTIES))[0]) == alone and len({*map(tuple, alone)}) == 4
-  expected = naive_greedy(folder, prompt(17, 40), N, **PENALTIES)
-  assert samples(llm.generate(job, greedy(N, n=3, **PENALTIES))[0]) == [expected] * 3
-
-
 def test_different_seeds_of_request_or_engine_give_different_outputs(llm, folder):
   def outputs(engine, seeds):
     return [tuple(ids_of(o)) for o in engine.generate([tokens([5])] * len(seeds), [seeded(16, seed) for seed in seeds])]
@@ -192,30 +174,6 @@ def test_logprobs_in_mixed_batch_equal_raw_logits_also_after_preemption(llm, sma
     for output, (k, prompt_k, _) in zip(outputs, requests, strict=True): check(output, folder, k, prompt_k)
   assert small.get_metrics()["num_preemptions"] > before, "the KV cache must be too small"
   assert any(len(entry) == 6 for entry in outputs[7].outputs[0].logprobs), "a token must be outside the best five"
-
-
-@pytest.mark.parametrize("k", [0, 2, 20])
-def test_prompt_logprobs_chunked_and_cached_are_complete(llm, folder, k):
-  for length in (1, 2, 16, 17, 45):   # chunks of 16 tokens
-    ids = prompt(length, 80 + length)
-    llm.generate(tokens(ids), greedy(2))
-    output, = llm.generate(tokens(ids), greedy(5, prompt_logprobs=k))
-    check(output, folder, prompt_k=k)
-    assert output.num_cached_tokens == 0 and ids_of(output) == reference_greedy(folder, ids, 5)
-  assert llm.generate(tokens(ids), greedy(2))[0].num_cached_tokens == 44, "later requests must hit the prefix cache"
-
-
-def test_logprobs_of_samples_and_streams_match_new_tokens(llm, folder):
-  job, joined, params = tokens(prompt(13, 96)), [[], []], seeded(10, 77, n=2, logprobs=3, prompt_logprobs=3)
-  whole, = llm.generate(job, params)
-  check(whole, folder, 3, 3, n=2)
-  assert samples(whole)[0] != samples(whole)[1]
-  for output in llm.generate_stream(job, params):
-    for piece, entries in zip(output.outputs, joined, strict=True):
-      entries += piece.logprobs
-      assert [next(iter(entry)) for entry in piece.logprobs] == piece.token_ids
-      assert abs(piece.cumulative_logprob - sum([*entry.values()][0].logprob for entry in entries)) < 1e-4
-  assert joined == [c.logprobs for c in whole.outputs]
 
 
 def test_logprobs_of_vocabulary_of_7_have_7_entries(tmp_path):

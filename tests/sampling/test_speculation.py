@@ -55,23 +55,6 @@ def test_wrong_drafts_become_rare_but_are_retried(fake):
   assert count.steps < 64 + 10 + 130 // 6 + 10, "drafting is retried within 64 tokens"
 
 
-@pytest.mark.parametrize("style", ["right", "partly wrong", "wrong"])
-@pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("num_blocks", [10, 13, 17])
-def test_drafts_in_small_pool_cause_no_preemption(fake, style, overlaps, num_blocks):
-  """`fake` checks each preemption. Wrong drafts change no step either, unless steps overlap."""
-  results, jobs = [], [prompt(5 + i, "tight", i) for i in range(6)]
-  for drafts in (None, NGRAM):
-    engine, oracle, count = fake(drafts, style, overlaps, num_gpu_blocks_override=num_blocks, max_num_seqs=4,
-                                 max_num_batched_tokens=32)
-    expected = {str(i): oracle.expect(ids, 24) for i, ids in enumerate(jobs)}
-    for i, ids in enumerate(jobs): engine.add_request(str(i), tokens(ids), greedy(24))
-    assert {name: ids_of(output) for name, output in run_to_end(engine, 5000).items()} == expected
-    results.append((count.preemptions, count.steps))
-  assert count()[1] > 0 and (results[0][0] > 0 or num_blocks == 17), "the test must reach this case"
-  if style == "wrong" and not overlaps: assert results[0] == results[1]
-
-
 def test_prompts_fill_token_budget_before_drafts(fake):
   """A long prompt takes what decodes leave of the budget of 16 tokens."""
   engine, oracle, _ = fake(max_num_batched_tokens=16)
