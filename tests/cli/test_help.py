@@ -36,7 +36,7 @@ def help_entries(text):
   return {flags: " ".join(words.split()) for flags, words in entries}
 
 
-ALL = ["run", "generate", "serve", "bench", "pull", "list", "rm", "doctor", "completion"]
+ALL = ["run", "generate", "serve", "bench", "pull", "list", "rm", "doctor", "trace", "completion"]
 
 
 @pytest.mark.parametrize("command", ["", *ANSWERING, *ALL])

@@ -9,7 +9,7 @@ import stat
 from collections import Counter
 
 import pytest
-from helpers.commands import FLAGS, flags, run_command
+from helpers.commands import FLAGS, error_line, flags, run_command
 from helpers.engines import BS, ENGINE, assert_same_outputs, greedy, ids_of, prompt, set_overlap, tokens
 from helpers.faults import break_steps, step
 from helpers.protocol import SMALL
@@ -79,6 +79,7 @@ def test_tokens_of_a_request_add_up_to_its_prompt_and_output(folder, llm, tmp_pa
   assert [line["graph"]["is_new"] for line in steps] == [True] + [False] * (len(steps) - 1)
   assert steps[0]["graph"].items() >= {"tokens": 16, "rows": 8, "sampler": "greedy", "processors": False}.items()
   assert all(line["host_ms"] > 0 and line["device_ms"] > 0 for line in steps)
+  assert not {"_update", "_next_step", "_reset"} & {*vars(llm)}, "nothing is wrapped without a trace"
   assert stat.S_IMODE((tmp_path / "trace").stat().st_mode) == 0o600
 
 
@@ -160,15 +161,10 @@ def test_trace_that_cannot_grow_ends_with_a_warning_and_the_engine_continues(fol
   assert warning.startswith(f"trace: {str(path)!r} ends before step {len(steps)}: ")
 
 
-def test_invalid_path_is_an_error_and_without_a_trace_nothing_is_wrapped(folder, llm, tmp_path):
-  with pytest.raises(ValueError, match=f"trace='{tmp_path}' cannot be written: Is a directory"):
-    LLM(folder, **ENGINE, trace=str(tmp_path))
-  assert llm.tracer is None and not {"_update", "_next_step", "_reset"} & {*vars(llm)}
-
-
 def test_commands_write_a_trace(words_folder, tmp_path):
   command = "generate", "the cat", "--model", words_folder, *FLAGS, "-n", 5, "--temperature", 0
   assert run_command(*command, "--trace", tmp_path / "one").stdout == run_command(*command).stdout
+  assert f"'{tmp_path}' cannot be written: Is a directory" in error_line(run_command(*command, "--trace", tmp_path))
   assert len(read(tmp_path / "one")[1]) == 5
   with LocalServer(words_folder, *flags(**SMALL), "--trace", tmp_path / "two") as server:
     body = {"prompt": "the cat", "max_tokens": 5, "ignore_eos": True}
