@@ -127,8 +127,8 @@ def test_sampling_params_on_two_devices_equal_one_device(one_device, two_devices
 def test_split_k_partial_sums_give_reference_ids(words_folder, monkeypatch):
   """Kernels for tensor cores give several partial sums per device; a norm adds them."""
   call = FastLinear.__call__
-  def call_in_parts(self, *arguments):
-    out = call(self, *arguments)
+  def call_in_parts(self, *arguments, **options):
+    out = call(self, *arguments, **options)
     return out if self.axis == 0 else (out * 0.25).cat(out * 0.75).contiguous()
   monkeypatch.setattr(FastLinear, "__call__", call_in_parts)
   check(words_folder, 2)
