@@ -40,7 +40,16 @@ def test_links_have_targets(page):
   for name, anchor in links:
     target = page.parent / name if name else page
     assert target.exists(), name
-    assert not anchor or anchor in anchors(target.read_text()), (name, anchor)
+    assert not anchor or target.suffix == ".py" or anchor in anchors(target.read_text()), (name, anchor)
+
+
+def test_links_to_lines_of_the_tour_are_definitions():
+  page = ROOT / "examples" / "docs" / "tour.md"
+  links = re.findall(r"\[`([\w.]+)`\]\(([^)]*\.py)#L(\d+)\)", page.read_text())
+  assert len(links) > 12 and page.read_text().count(".py#L") == len(links)
+  for name, path, number in links:
+    line = (page.parent / path).read_text().splitlines()[int(number) - 1]
+    assert re.match(rf" *(def|class) {name.rpartition('.')[2]}\b", line), (name, line)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -43,6 +43,13 @@ def test_example_prints_its_texts(script, pattern, tmp_path):
   assert all(file.read_text().endswith("</svg>\n") for file in pictures)
 
 
+def test_tour_scripts_print_their_outputs():
+  page = (ROOT / "examples/docs/tour.md").read_text()
+  scripts = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
+  assert len(scripts) == page.count("```python") == 7
+  for code, output in scripts: assert run(sys.executable, "-c", code) == output, code
+
+
 def test_openai_client_with_bundled_model_prints_all_answers(server):
   out = run(sys.executable, "examples/openai_client.py", server.url)
   assert out.startswith(f"{server.url} serves tinyvllm\n")
