@@ -63,7 +63,7 @@ def compute_exp2_without_branches() -> None:
 def use_widest_vectors() -> None:
   """Make clang use the widest vectors. It prefers 256 bits on AVX-512, and tinygrad's float4 loads limit it to 128.
   Checked with 0.14.0. Remove when kernels.py (tests/benchmarks) shows the same speed without this."""
-  if AVX512: renderer().compiler.args.append("-mprefer-vector-width=512")
+  if AVX512 and isinstance(renderer(), ClangRenderer): renderer().compiler.args.append("-mprefer-vector-width=512")
   os.environ["DMC"] = "1"   # turns float4 off
   helpers.getenv.cache_clear()   # type: ignore[attr-defined]
 
