@@ -228,7 +228,8 @@ def configs(args: dict[str, Any]) -> tuple[dict[str, Any], ServerConfig, RayConf
   args = {name: parse_option(x, types.get(name)) for name, x in args.items() if x is not None}
   engine, server, own = (select_options(args, x) for x in (LLMConfig, ServerConfig, RayConfig))
   read_options(engine)
-  check("prefix_cache_file" not in server, "prefix_cache_file: not supported, as all replicas would write it")
+  for name in ("prefix_cache_file", "trace"):
+    check(name not in engine | server, f"{name}: not supported, as all replicas would write it")
   for name in ("uds", "ssl_certfile"): check(name not in server, f"{name}: not supported by ingresses: leave it out")
   key = os.environ.get("TINYVLLM_API_KEY")
   return engine, ServerConfig(**{"api_key": [key] if key else None, **server}), RayConfig(**own)

@@ -260,24 +260,14 @@ def test_fit_of_other_architectures_equals_the_loaded_weights(monkeypatch, tmp_p
   assert fit["weights_gib"] * GIB == actual and fit["fits"]
 
 
-@pytest.fixture
-def model_error(monkeypatch):
-  """Return a function that returns the error of a model: doctor must fail before it opens a backend."""
-  monkeypatch.setattr(doctor, "run_probe", lambda *_: pytest.fail("doctor opens a backend"))
-
-  def error(path):
-    run = run_command("doctor", "--model", path)
-    assert not run.stdout and run.stderr.count("\n") == 1
-    return error_line(run)
-  return error
-
-
 @pytest.mark.parametrize("case", CASES["unusable"])
-def test_unusable_folder_exits_before_opening_a_backend(model_error, tmp_path, case):
+def test_unusable_folder_exits_before_opening_a_backend(monkeypatch, tmp_path, case):
+  monkeypatch.setattr(doctor, "run_probe", lambda *_: pytest.fail("doctor opens a backend"))
   config = tiny_model(tmp_path) / "config.json"
   if case["config"] is None: config.unlink()
   else: config.write_text(case["config"] or json.dumps(tiny_config(**case["fields"])))
-  assert case["error"] in model_error(tmp_path)
+  run = run_command("doctor", "--model", tmp_path)
+  assert case["error"] in error_line(run) and not run.stdout and run.stderr.count("\n") == 1
 
 
 # --tune

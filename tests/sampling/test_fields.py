@@ -13,8 +13,6 @@ from tinyvllm import LLM, Logprob
 
 # The engine, compared with each step's adjusted reference logits
 
-def seeded(size, seed, **options): return sampled(size, seed, top_p=0.95, **options)
-def samples(output): return [c.token_ids for c in output.outputs]
 def prompt(length, salt=0): return [259 + (7 * i + 5 * salt + i * i) % 61 for i in range(length)]
 
 
@@ -129,7 +127,7 @@ PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_pena
 
 def test_different_seeds_of_request_or_engine_give_different_outputs(llm, folder):
   def outputs(engine, seeds):
-    return [tuple(ids_of(o)) for o in engine.generate([tokens([5])] * len(seeds), [seeded(16, seed) for seed in seeds])]
+    return [tuple(ids_of(o)) for o in engine.generate([tokens([5])] * len(seeds), [sampled(16, x) for x in seeds])]
   assert len({*outputs(llm, [*range(12), 1 + 2**32, -1])}) == 14, "all 64 bits of a seed matter"
   first, same, other = (outputs(LLM(folder, seed=seed, **ENGINE), [None] * 4) for seed in (1, 1, 2))
   assert len({*first}) == 4 and first == same != other

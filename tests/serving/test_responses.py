@@ -1,11 +1,10 @@
-"""POST /v1/responses with the openai package: text, reasoning and tool calls, whole and streamed; and shortened bodies
-of Codex. Input items and errors are in test_requests.py."""
+"""POST /v1/responses with the openai package: text, reasoning and tool calls, whole and streamed. Shortened bodies
+of Codex, input items and errors are in test_requests.py."""
 import itertools
 import json
 
 import pytest
-from helpers.agents import HERMES, NO_TAGS, WEATHER, named_events, start
-from helpers.data import read_data
+from helpers.agents import HERMES, NO_TAGS, WEATHER, start
 from helpers.servers import checked
 
 NAMES = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
@@ -106,13 +105,3 @@ def test_stream_helper_of_openai_package_returns_final_response(server):
       extra_body={"parallel_tool_calls": False, **NO_TAGS}) as stream:
     call = stream.get_final_response().output[0]
   assert call.name == "weather" and json.loads(call.arguments)["city"] in ("Rom", "Ulm")
-
-
-@pytest.mark.parametrize("name", ["codex_first_turn.json", "codex_tool_turn.json"])
-def test_body_of_codex_is_answered(server, name):
-  body = read_data(name)
-  headers = {"Accept": "text/event-stream", "Authorization": "Bearer none", "originator": "codex_exec"}
-  with server.stream("/v1/responses", {**body, "max_output_tokens": 5}, headers=headers) as response:
-    events = named_events(response)
-  assert events[0]["type"] == "response.created" and events[-1]["type"] == "response.incomplete"
-  assert events[-1]["response"]["usage"]["input_tokens"] > 50
