@@ -9,7 +9,6 @@ from helpers.models import random_weights, tiny_config, tiny_model, write_safete
 from tokenizers import Regex, Tokenizer, decoders, models
 
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.tokenizer import num_held_back
 
 EOS = "</s>"
 # The first piece is the prompt. EOS ends a script; "…" repeats the piece before it. A piece is text or a byte (<0xC3>).
@@ -140,11 +139,6 @@ def test_ignored_end_token_is_text_without_skip_special_tokens(llm):
                              ({"skip_special_tokens": False, "stop": "e</"}, "don", "e</")):
     pieces, *reasons = run(llm, "end", 2, ignore_eos=True, **fields)
     assert "".join(pieces) == text and reasons == ["stop" if stop else "length", stop]
-
-
-def test_start_of_a_stop_string_is_held_back():
-  cases = {"xa": 1, "xab": 2, "xabc": 0, "x": 0, "": 0}   # the whole string is found, not held back
-  assert {text: num_held_back(text, ["abc", "abd"]) for text in cases} == cases
 
 
 @pytest.mark.parametrize("fields,mode", DATA["sampler modes"])
