@@ -1,13 +1,17 @@
 """The scripts in examples/ and a benchmark run as processes, and the systemd unit's command starts a server."""
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 
 import pytest
 from helpers.commands import ROOT, run_process
 from helpers.servers import Server
 
+EXERCISES = (ROOT / "examples/docs/exercises.md").read_text().split("\n## ")[1:]
 DEPLOY, KEY = ROOT / "examples/deploy", "sk-examples"
 SMALL = "--max-num-seqs", 2, "--max-num-batched-tokens", 2   # two graph shapes
 
@@ -48,6 +52,30 @@ def test_tour_scripts_print_their_outputs():
   scripts = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
   assert len(scripts) == page.count("```python") == 7
   for code, output in scripts: assert run(sys.executable, "-c", code) == output, code
+
+
+def title(exercise): return exercise.splitlines()[0]
+
+
+@pytest.mark.parametrize("exercise", EXERCISES[3:], ids=title)
+def test_checks_of_exercises_pass_only_with_their_solutions(exercise):
+  check, solution = re.findall(r"```python\n(.*?)```", exercise, re.DOTALL)
+  with pytest.raises(NameError): exec(check, {"__name__": "exercise"})
+  exec(solution + check, {"__name__": "exercise"})
+
+
+@pytest.mark.parametrize("exercise", EXERCISES[:3], ids=title)
+def test_removed_lines_of_exercises_fail_the_named_tests(exercise, tmp_path):
+  (line,), (name,) = re.findall(r"```text\n(.*\n)```", exercise), re.findall(r"`(tests/\S+::\w+)`", exercise)
+  for folder in ("tinyvllm", "examples", "tests"): shutil.copytree(ROOT / folder, tmp_path / folder)
+  shutil.copy(ROOT / "pyproject.toml", tmp_path)
+  file = tmp_path / "tinyvllm/scheduler.py"
+  assert file.read_text().count(line) == 1
+  file.write_text(file.read_text().replace(line, ""))
+  command = sys.executable, "-m", "pytest", "-q", "-x", "-n0", name
+  process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240,
+                           env={**os.environ, "PYTHONPATH": f"{tmp_path}:{tmp_path / 'examples'}"})
+  assert process.returncode == 1 and f"FAILED {name}" in process.stdout, process.stdout
 
 
 def test_openai_client_with_bundled_model_prints_all_answers(server):
