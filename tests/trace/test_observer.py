@@ -166,6 +166,9 @@ def test_commands_write_a_trace(words_folder, tmp_path):
   assert run_command(*command, "--trace", tmp_path / "one").stdout == run_command(*command).stdout
   assert f"'{tmp_path}' cannot be written: Is a directory" in error_line(run_command(*command, "--trace", tmp_path))
   assert len(read(tmp_path / "one")[1]) == 5
+  (tmp_path / "other").write_bytes(b"\xff\n")
+  for name, output, error in (("other", "a", "was not written with --trace"), ("one", "b/c", "cannot be written")):
+    assert error in error_line(run_command("trace", "show", tmp_path / name, "--output", tmp_path / output))
   with LocalServer(words_folder, *flags(**SMALL), "--trace", tmp_path / "two") as server:
     body = {"prompt": "the cat", "max_tokens": 5, "ignore_eos": True}
     name = server.post("/v1/completions", body).json()["id"]

@@ -31,7 +31,8 @@ def rotate_and_write(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Ten
 
 
 def read(tensors: dict[str, Tensor], options: ScoreOptions) -> Tensor:
-  """Attend to the cache. tensors: see tensor_cores.attend. Return `out`."""
+  """Attend to the cache. tensors: out and q, (T, KV, G, D), keys, values and scales (int8 only) of the cache, table,
+  (slots, max_blocks), tokens, and sinks, (H,), if there are any. Return `out`."""
   def run(operands: dict[str, UOp]) -> UOp: return attend_kernel(options, **operands)
   return call(run, **tensors)[0]
 

@@ -83,10 +83,13 @@ class FastLinear(backend.Linear):
     order = quantized[0].order
     if (np.diff(order) != 1).any(): self.order = place([order.astype(np.int32)] * len(quantized))
 
-  def __call__(self, x: Tensor, dtype: DType | None = None, activation: str = "", row_groups: Tensor | None = None,
+  def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
+    """Like backend.Linear. With split-K, return the partial sums stacked along the first axis."""
+    return self.multiply(x, dtype)
+
+  def multiply(self, x: Tensor, dtype: DType | None = None, activation: str = "", row_groups: Tensor | None = None,
                count: int = 0) -> Tensor:
-    """Like backend.Linear, or with an activation GateUp. With split-K, return the partial sums stacked along the first
-    axis. row_groups: see linear_kernel, for `count` rows of `out`."""
+    """Return the products, or with an activation GateUp's. row_groups: see linear_kernel, for `count` rows of `out`."""
     if self.order is not None: x = x[:, self.order].contiguous()
     tiles = products.choose_tiles(self, x, row_groups)
     num_rows = count or x.max_shape[0] * (tiles.splits if tiles else 1)
@@ -110,9 +113,10 @@ class FastGateUp(backend.GateUp, FastLinear):
   def ordered(self, w: np.ndarray) -> np.ndarray:
     return w if self.weight.ndim == 3 else w.reshape(2, -1, 8, w.shape[1]).swapaxes(0, 1)   # a view
 
-  def __call__(self, x: Tensor, dtype: DType | None = None, *others: object, **options: object) -> Tensor:
+  def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
     has_tiles = self.weight.ndim > 3 or uses_c(self, x) and self.out_features % 32 == 0
-    return FastLinear.__call__(self, x, dtype, self.activation) if has_tiles else super().__call__(x, dtype)
+    if not has_tiles: return super().__call__(x, dtype)
+    return self.multiply(x, dtype, self.activation)
 
 
 class FastExperts(FastLinear):
@@ -132,7 +136,7 @@ class FastExperts(FastLinear):
 
   def route(self, x: Tensor, row_groups: Tensor, count: int) -> Tensor:
     """Return the products, (count, out), of x with the experts of its groups. x: (R, in), each row for count / R."""
-    return self(x, row_groups=row_groups, count=count)
+    return self.multiply(x, row_groups=row_groups, count=count)
 
 
 # Whether linear.c can read W, and multiply it by x

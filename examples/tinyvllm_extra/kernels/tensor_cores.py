@@ -3,6 +3,7 @@
 A lane loads neighbours in memory. Blocks of K and V: (KV, D / 32, 16, 32) in float16; for int8 and fp8
 (KV, D / 32, 16, 8) uint32 words of four dimensions."""
 import functools, math
+
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 
@@ -87,7 +88,7 @@ def read_tiles(tensors: dict[str, Tensor], options: ScoreOptions) -> Tensor:
   for is_prefill in (False, True)[:1 + (T > MAX_DECODE)] if splits == 1 else ():
     out = cuda_source.run(functools.partial(launch, is_prefill=is_prefill), **tensors | {"out": out})[0]
   if splits == 1: return out
-  sinks = [tensors.pop(name) for name in ("sinks",) if name in tensors]
+  sinks = [tensors.pop("sinks")] if "sinks" in tensors else []
   means, logs = [Tensor.empty(splits, *x, dtype=dtypes.float32, device=q.device) for x in (q.shape, q.shape[:3])]
   means, *_, logs = cuda_source.run(launch, **tensors | {"out": means, "logs": logs})
   return out.custom_kernel(means, logs, *sinks, fxn=combine_kernel)[0]
