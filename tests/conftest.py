@@ -15,7 +15,7 @@ from tinygrad import Device
 from tinygrad.helpers import CACHELEVEL
 
 from tinyvllm import LLM
-from tinyvllm_extra.kernels import prepare_device as open_device
+from tinyvllm_extra.programs import prepare_device as open_device
 
 # Folders whose engines run on the fake device, except in modules with `pytestmark = pytest.mark.real`
 FAKE = {"core", "sampling", "text", "cache", "trace", "serving", "cli", "page"}

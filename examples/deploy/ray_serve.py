@@ -31,7 +31,7 @@ from tinyvllm.config import Options, check, logger, option
 from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.cli import FAILURES
 from tinyvllm_extra.formats import hub
-from tinyvllm_extra.kernels import prepare_device
+from tinyvllm_extra.programs import prepare_device
 from tinyvllm_extra.cli.flags import CommandParser, add_flags, parse_flags, select_options
 from tinyvllm_extra.cli.serve import check_address, check_model
 from tinyvllm_extra.serving.app import Server, ServerConfig

@@ -7,7 +7,7 @@ from tinyvllm.backend import Backend, Devices, exclusive
 from tinyvllm.config import InputError, JsonObject, check, logger, option, read_json
 from tinyvllm.engine import Engine, Params, Parts, Prompt, Request, RequestOutput
 
-from . import captures, engine_metrics, kernels
+from . import captures, kernels
 from .cache import prefix_cache, snapshots
 from .formats import architecture, hub, tuning
 from .kernels import drivers, parallel
@@ -16,6 +16,7 @@ from .pooling import embeddings
 from .sampling import beam_search, logits, speculation
 from .sampling.params import SamplingParams
 from .text.huggingface import ChatTokenizer
+from .serving import engine_metrics
 from .trace import observer
 from .vllm_options import NO_EFFECT, read_options
 

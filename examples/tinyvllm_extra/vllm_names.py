@@ -8,7 +8,7 @@ from .sampling.beam_search import BeamSearchParams as BeamSearchParams   # re-ex
 from .sampling.params import Logprob as Logprob, SamplingParams as SamplingParams
 from .llm import LLM as LLM
 from .pooling.embeddings import PoolingParams as PoolingParams, PoolingRequestOutput as PoolingRequestOutput
-from .engine_metrics import RequestMetrics as RequestMetrics
+from .serving.engine_metrics import RequestMetrics as RequestMetrics
 from .sampling.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 from .serving.async_engine import AsyncLLM as AsyncLLM   # last, as it imports the names above

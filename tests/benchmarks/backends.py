@@ -30,7 +30,7 @@ def device_name() -> str:
   """Return the name of tinygrad's default device, from the system or the driver."""
   from tinygrad import Device
 
-  from tinyvllm_extra.kernels import prepare_device
+  from tinyvllm_extra.programs import prepare_device
   prepare_device()   # also finds a compiler that is not on the PATH
   kind, device = Device.DEFAULT, Device[Device.DEFAULT]
   if kind == "CPU": return host_name()

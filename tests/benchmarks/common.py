@@ -34,8 +34,8 @@ from tinyvllm import LLM, SamplingParams
 from tinyvllm.llama import Llama
 from tinyvllm_extra.formats.weights import SafetensorsCheckpoint
 from tinyvllm_extra.text.huggingface import ChatTokenizer
-from tinyvllm_extra import graph_policy
-from tinyvllm_extra.kernels import make_backend, prepare_device
+from tinyvllm_extra import graph_policy, programs
+from tinyvllm_extra.kernels import make_backend
 from tinyvllm_extra.kernels.products import new_flags
 from tinyvllm_extra.kernels.matmul import FastLinear, scales_shape
 from tinyvllm_extra.models.quantized import E4M3, NUMBER_FORMATS
@@ -377,7 +377,7 @@ def machine_line() -> str:
 
 def start(args: argparse.Namespace) -> float:
   """Print machine, model and copy bandwidth; return the bandwidth in bytes per second."""
-  prepare_device()
+  programs.prepare_device()
   layers = f", {args.layers} layers" if args.layers else ""
   source = f"{args.model}{', random weights' if args.layers else ''}" if args.model else f"{args.shape}, random weights"
   print(machine_line())

@@ -15,7 +15,7 @@ from tinyvllm.engine import Engine
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler import BlockManager, Scheduler
 from tinyvllm_extra.cache.snapshots import StatePool
-from tinyvllm_extra.engine_metrics import MeteredScheduler, RequestMetrics
+from tinyvllm_extra.serving.engine_metrics import MeteredScheduler, RequestMetrics
 from tinyvllm_extra.options import LLMConfig
 
 

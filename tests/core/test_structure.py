@@ -26,10 +26,10 @@ PATCHES = f"{EXTRA}.kernels.tinygrad_patches"
 PUBLIC = {f"tinygrad.{name}" for name in (
   "Context", "Device", "Tensor", "TinyJit", "UOp", "dtypes", "function", "helpers", "nn")}
 # Rooms and modules of the extension, the lowest first: each imports only from its own floor and the ones below
-FLOORS = [f"{EXTRA}.packages {EXTRA}.programs {EXTRA}.options {EXTRA}.host_memory {EXTRA}.graph_policy {EXTRA}",
-          f"{EXTRA}.text", f"{EXTRA}.models", f"{EXTRA}.kernels", f"{EXTRA}.formats", f"{EXTRA}.sampling",
-          f"{EXTRA}.cache", f"{EXTRA}.pooling", f"{EXTRA}.trace",
-          f"{EXTRA}.llm {EXTRA}.engine_metrics {EXTRA}.vllm_options {EXTRA}.captures",
+FLOORS = [f"{EXTRA}.packages {EXTRA}.options {EXTRA}.host_memory {EXTRA}.graph_policy {EXTRA}",
+          f"{EXTRA}.text", f"{EXTRA}.models", f"{EXTRA}.kernels {EXTRA}.programs", f"{EXTRA}.formats",
+          f"{EXTRA}.sampling", f"{EXTRA}.cache", f"{EXTRA}.pooling", f"{EXTRA}.trace",
+          f"{EXTRA}.llm {EXTRA}.serving.engine_metrics {EXTRA}.vllm_options {EXTRA}.captures",
           f"{EXTRA}.serving", f"{EXTRA}.serving.agents {EXTRA}.pooling.pooling_routes", f"{EXTRA}.serving.app",
           f"{EXTRA}.vllm_names", f"{EXTRA}.cli"]   # app: composes all routes
 # Names in tinygrad's submodules that may be imported outside of `kernels`: a type, a custom kernel's name, axes, sums
@@ -40,7 +40,7 @@ STABLE = {"dtype.DType", "uop.ops.KernelInfo", "device.CompileError", "device.AL
 INTERNAL = {"uop", "_buf", "_copyin", "_copyout", "mstack", "mselect", "unshard"}   # attributes of tinygrad's objects
 # Assignments to tinygrad's state that do not change its behavior
 ALLOWED_ASSIGNMENTS = {
-  (f"{EXTRA}.kernels", "helpers.DEV.value"),   # selects a renderer for the CPU device, as DEV does
+  (f"{EXTRA}.programs", "helpers.DEV.value"),   # selects a renderer for the CPU device, as DEV does
 }
 
 

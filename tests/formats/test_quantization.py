@@ -22,7 +22,7 @@ from tinygrad import Device, Tensor, dtypes, nn
 
 from tinyvllm import LLM, InputError
 from tinyvllm.backend import Backend
-from tinyvllm_extra import kernels
+from tinyvllm_extra import programs
 from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear
 from tinyvllm_extra.formats.quantization import Quantized, dequantize, describe, find_layouts, quantize, read_matrix
 from tinyvllm_extra.formats.hub import open_checkpoint
@@ -133,7 +133,7 @@ def stored(w: Quantized, dtype, kind=FastLinear) -> FastLinear:
 def test_kernels_multiply_quantized_weights_equals_numpy(rows, out, inputs, group, bits, offset):
   if Device.DEFAULT == "PYTHON" and sys.version_info < (3, 12) and rows <= 8:
     pytest.skip("tinygrad's interpreter rounds small float16 to 0 before Python 3.12")
-  kernels.prepare_device()
+  programs.prepare_device()
   dtype = dtypes.float32 if Device.DEFAULT == "CPU" else dtypes.float16
   rng = np.random.default_rng(rows)
   q, numbers = random_numbers(rng, (out, inputs), bits)

@@ -17,7 +17,7 @@ from tinygrad.engine.realize import get_graph_runtime
 from tinyvllm import LLM
 from tinyvllm.backend import cpu_cores
 from tinyvllm_extra import programs
-from tinyvllm_extra.kernels import cpu, prepare_device
+from tinyvllm_extra.kernels import cpu
 from tinyvllm_extra.serving.async_engine import CaptureThread
 from tinyvllm_extra.kernels.matmul import FastLinear
 from tinyvllm_extra.models.storage_order import reorder
@@ -73,7 +73,7 @@ def test_graph_kernels_wait_for_previous_kernel_on_all_cores():
 
 def interrupt_starts() -> None:
   """Interrupt a graph when some of the other cores have started, but not the first one. Print each interrupt."""
-  prepare_device()
+  programs.prepare_device()
   jit = capture(layers(0)[0], Tensor.ones(2, SIZE).contiguous().realize())
   expected, submit = jit().numpy(), cpu.CPUGraph.pool.submit
   for num_started in range(1, cpu_cores()):
@@ -153,11 +153,11 @@ from tinygrad.runtime.ops_cpu import CPUAllocator
 def patched():
   return (CPUAllocator._alloc, ClangRenderer.code_for_op, ClangRenderer._render_defines, codegen.do_to_program)
 before = patched()
-import tinyvllm, tinyvllm_extra.kernels
+import tinyvllm, tinyvllm_extra.kernels, tinyvllm_extra.programs
 for module in pkgutil.iter_modules(tinyvllm_extra.kernels.__path__):
   importlib.import_module("tinyvllm_extra.kernels." + module.name)
 print([x is y for x, y in zip(before, patched())])
-tinyvllm_extra.kernels.prepare_device()
+tinyvllm_extra.programs.prepare_device()
 print([x is y for x, y in zip(before, patched())])
 """
 

@@ -9,7 +9,7 @@ from tinygrad import Device, helpers
 from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.runtime.autogen import opencl, webgpu
 
-from tinyvllm_extra import kernels
+from tinyvllm_extra import kernels, programs
 
 GIB = 2**30
 HOST = 12 * GIB    # free memory of the host
@@ -69,9 +69,9 @@ def test_opencl_on_cpu_loses_to_cpu_backend_with_one_log_line(
   monkeypatch.setenv("DEV", "CL")   # as tinygrad does when it chooses
   monkeypatch.setenv("CC", os.environ.get("CC", ""))
   monkeypatch.setattr(kernels.tinygrad_patches, "apply", lambda device: None)
-  if not has_compiler: monkeypatch.setattr(kernels, "find_compiler", lambda: None)
+  if not has_compiler: monkeypatch.setattr(programs, "find_compiler", lambda: None)
   with caplog.at_level("INFO", "tinyvllm"):
-    for _ in range(2): kernels.prepare_device()   # for two engines
+    for _ in range(2): programs.prepare_device()   # for two engines
   is_replaced = expected == "CPU" and not dev
   assert (Device.DEFAULT, os.environ["DEV"]) == (expected, "CPU" if is_replaced else "CL")
   assert len(caplog.messages) == is_replaced and all("some device" in x and "DEV=CL" in x for x in caplog.messages)

@@ -2,8 +2,8 @@
 import pytest
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.scheduler import BlockManager
-from tinyvllm_extra import engine_metrics
-from tinyvllm_extra.engine_metrics import MeteredScheduler
+from tinyvllm_extra.serving import engine_metrics
+from tinyvllm_extra.serving.engine_metrics import MeteredScheduler
 from tinyvllm_extra.options import LLMConfig
 
 

@@ -7,7 +7,7 @@ from tinygrad import Context, Device, dtypes, nn
 from tinyvllm.backend import Devices
 from tinyvllm.config import JsonObject, ModelConfig, check, logger
 from tinyvllm.llama import Llama
-from tinyvllm_extra import kernels
+from tinyvllm_extra import kernels, programs
 from tinyvllm_extra.kernels import drivers
 from tinyvllm_extra.models.recurrent import state_shapes
 from tinyvllm_extra.options import LLMConfig
@@ -25,7 +25,7 @@ QUANTIZED = {"int8": 8 + 16 / 32, "int4": 4 + 32 / 32}
 def open_device() -> JsonObject:
   """Open the default device. Return its dtype of activations, its support of DTYPES, its free memory, and why it is the
   default ("" if tinygrad chose it)."""
-  why = kernels.prepare_device()
+  why = programs.prepare_device()
   backend = kernels.make_backend()
   supported = Device.default.renderer.supported_dtypes()
   return {"dtype": backend.pick_dtype("auto"), **{name: getattr(dtypes, name) in supported for name in DTYPES},

@@ -7,7 +7,7 @@ import numpy as np
 from tinygrad import Device, Tensor, dtypes, nn
 
 from tinyvllm.config import logger
-from tinyvllm_extra import kernels
+from tinyvllm_extra import kernels, programs
 from tinyvllm_extra.kernels import matmul, products
 from tinyvllm_extra.kernels.tinygrad_patches import cache_folder
 from tinyvllm_extra.models.quantized import NUMBER_FORMATS
@@ -36,9 +36,9 @@ def path() -> pathlib.Path:
 
 
 def prepare_device() -> dict[str, str]:
-  """Like kernels.prepare_device. Then use the choices in the device's file, if it has one, and return them. A damaged
+  """Like programs.prepare_device. Then use the choices in the device's file, if it has one, and return them. A damaged
   file is ignored with a warning."""
-  kernels.prepare_device()
+  programs.prepare_device()
   products.choices = {}
   try: products.choices = dict(json.loads(path().read_text())) if path().exists() else {}
   except (OSError, ValueError, TypeError) as error:

@@ -5,10 +5,9 @@ import bisect, collections, dataclasses, itertools, math, time
 from tinyvllm.config import EngineConfig, JsonObject, logger
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler import BlockManager
-
-from .cache.snapshots import SnapshotScheduler
-from .graph_policy import PROMPT
-from .options import LLMConfig
+from tinyvllm_extra.cache.snapshots import SnapshotScheduler
+from tinyvllm_extra.graph_policy import PROMPT
+from tinyvllm_extra.options import LLMConfig
 
 CACHE_OPTIONS = "block_size", "enable_prefix_caching", "gpu_memory_utilization", "num_gpu_blocks_override"
 STEP_SIZES = (1, *(2**i for i in range(3, 15)), math.inf)   # upper limits, in tokens
