@@ -79,10 +79,10 @@ class MixtureLayer(VariantLayer):
 
   def activate(self, x: Tensor) -> Tensor:
     """Return the activations, (P, size), for x, (P, 2 * size): gate, then up or, in gpt-oss, alternating."""
-    if not self.config.swiglu:
+    alpha, limit = self.config.swiglu_alpha, self.config.swiglu_limit
+    if not alpha:
       gate, up = x.float().chunk(2, 1)
       return (getattr(gate, self.config.activation)() * up).cast(x.dtype).contiguous()
-    alpha, limit = self.config.swiglu
     both = x.float().unflatten(1, (-1, 2))
     gate, up = both[:, :, 0].minimum(limit), both[:, :, 1].clamp(-limit, limit)
     return ((up + 1) * gate * (alpha * gate).sigmoid()).cast(x.dtype).contiguous()

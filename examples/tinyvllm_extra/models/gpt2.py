@@ -7,7 +7,6 @@ from tinygrad.dtype import DType
 
 from tinyvllm import llama
 from tinyvllm.backend import TOKENS, Backend, Devices, Norm
-from tinyvllm.config import JsonObject
 
 from .layers import LlamaVariant, Plain, VariantConfig, VariantLayer
 
@@ -52,6 +51,3 @@ class GPT2(LlamaVariant):
   def embed(self, ids: Tensor, tokens: Tensor) -> Tensor:
     positions = TOKENS.read(tokens)["position"]                         # (T,)
     return (super().embed(ids, tokens) + self.wpe.weight[positions]).contiguous()   # (T, hidden)
-
-
-def gpt2(hf: JsonObject) -> JsonObject: return {"intermediate_size": hf["intermediate_size"] or 4 * hf["hidden_size"]}

@@ -54,7 +54,8 @@ class VariantConfig(ModelConfig):
   is_stacked: bool = False           # the checkpoint has all experts in one tensor
   expert_bias: bool = False          # biases of the router and the experts
   has_shared_expert: bool = False    # the MLP computes all tokens, scaled by a gate
-  swiglu: tuple[float, ...] = ()     # alpha and limit of gpt-oss's activation (arXiv:2508.10925); else silu
+  swiglu_alpha: float = 0            # of gpt-oss's activation (arXiv:2508.10925), with swiglu_limit; 0: silu
+  swiglu_limit: float = 0
   # Recurrent layers: see recurrent.py
   layer_types: Sequence[str] = ()    # "full_attention", else the layer has a state; (): none has
   kernel_size: int = 3               # inputs of a convolution

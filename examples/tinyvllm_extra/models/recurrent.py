@@ -10,12 +10,11 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
 from tinyvllm.backend import TOKENS, cpu_cores, exclusive
-from tinyvllm.config import JsonObject, ModelConfig
+from tinyvllm.config import ModelConfig
 from tinyvllm.runner import Runner, upload, zeros
 
 from .experts import MixtureLayer
 from .layers import Plain, VariantConfig, VariantLayer
-from .table import make_row
 
 SLOT, POSITION = [[*TOKENS.formats].index(name) for name in ("slot", "position")]
 COPIED = 2**16   # numbers of each layer that a copy moves together, at least one row
@@ -213,29 +212,3 @@ class DeltaRuleLayer(HybridLayer):
 
 class DeltaRuleMixtureLayer(DeltaRuleLayer, MixtureLayer):
   """A transformer block of Qwen3.5 with experts."""
-
-
-def lfm2(hf: JsonObject) -> JsonObject:
-  layers, hidden, multiple = range(hf["num_hidden_layers"]), hf["hidden_size"], hf["block_multiple_of"]
-  types = hf.get("layer_types") or [["conv", "full_attention"][i in hf.get("full_attn_idxs", layers)] for i in layers]
-  size: int = hf["intermediate_size"]
-  if hf["block_auto_adjust_ff_dim"]:
-    size = -(-int(int(2 * size / 3) * hf["block_ffn_dim_multiplier"]) // multiple) * multiple
-  return {"layer_types": types, "matrices": (0, hidden), "in_proj": {"mixer.in_proj": 3 * hidden},
-          "intermediate_size": size}
-
-
-def qwen3_5(hf: JsonObject) -> JsonObject:
-  interval, layers = hf["full_attention_interval"], range(hf["num_hidden_layers"])
-  types = hf.get("layer_types") or ["linear_attention" if (i + 1) % interval else "full_attention" for i in layers]
-  keys, heads = hf["linear_num_key_heads"], hf["linear_num_value_heads"]
-  K, V = hf["linear_key_head_dim"], hf["linear_value_head_dim"]
-  channels = 2 * keys * K + heads * V   # q, k and v
-  return {"layer_types": types, "channels": channels, "matrices": (K, heads * V),
-          "heads": (heads, hf["linear_groups"] or keys),
-          "in_proj": {"mixer.in_proj_qkv": channels, "mixer.in_proj_z": heads * V}}
-
-
-HYBRIDS = {"Lfm2ForCausalLM": make_row(lfm2, HybridLayer)} | {
-  f"{name}For{task}": make_row(qwen3_5, layer) for task in ("CausalLM", "ConditionalGeneration")
-  for name, layer in (("Qwen3_5", DeltaRuleLayer), ("Qwen3_5Moe", DeltaRuleMixtureLayer))}

@@ -1,20 +1,23 @@
-"""Architectures like LLaMA: a row has the options of its layers, read from config.json. table.json has a row for each
-name in config.json's `architectures`: defaults of config.json's fields, fields whose values are options, other options,
-the supported values of fields, and parts of tensors' names with the modules' names. To add an architecture, write a row
-there, and one in ROWS, with a function that computes further options."""
+"""Architectures like LLaMA: table.json has a row for each name in config.json's `architectures`, or the name of an
+equal row. A row has defaults of config.json's fields, fields whose values are options of the layers, other options, the
+supported values of fields, parts of tensors' names with the modules' names, and names in FUNCTIONS and CLASSES: of the
+function that computes further options, of the layers' class and of the model's."""
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 from tinyvllm.config import JsonObject, ModelConfig, check, read_json
 from tinyvllm.llama import Llama
 
 from .experts import MixtureLayer
+from .gpt2 import GPT2, GPT2Layer
 from .layers import LlamaVariant, VariantConfig, VariantLayer
+from .recurrent import DeltaRuleLayer, DeltaRuleMixtureLayer, HybridLayer
 from .ropes import ROPE_TYPES, read_rope
 
 TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
+MODELS = {"LlamaForCausalLM", *TABLES}
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}   # a method of Tensor, whose gelu is the tanh approximation
-Reader = Callable[[JsonObject, pathlib.Path], tuple[ModelConfig, type[Llama]]]   # reads config.json
 
 
 def windows(hf: JsonObject, default: Callable[[int], bool] = lambda i: True) -> JsonObject:
@@ -95,54 +98,68 @@ def qwen3_moe(hf: JsonObject) -> JsonObject:
   return {**qwen2(hf), "dense_layers": [i for i in layers if i in (hf.get("mlp_only_layers") or ()) or (i + 1) % step]}
 
 
-def gpt_oss(hf: JsonObject) -> JsonObject:
-  return {**windows(hf), "swiglu": (hf.get("swiglu_alpha", 1.702), hf.get("swiglu_limit", 7.0))}
+def gpt2(hf: JsonObject) -> JsonObject: return {"intermediate_size": hf["intermediate_size"] or 4 * hf["hidden_size"]}
 
 
-def make_row(options: Callable[[JsonObject], JsonObject] = lambda hf: {}, layer: type[VariantLayer] = VariantLayer,
-             model_class: type[LlamaVariant] = LlamaVariant) -> Reader:
-  """Return a function that reads config.json's content; see MODELS. options: returns options that table.json lacks."""
-  def read(hf: JsonObject, path: pathlib.Path) -> tuple[VariantConfig, type[LlamaVariant]]:
-    architecture = hf["architectures"][0]
-    row = TABLES.get(TABLES["text parts"].get(architecture, architecture), {})
-    fields: JsonObject = row.get("fields", {})   # ours -> config.json's
-    hf = {**row.get("defaults", {}), **hf}
-    hf |= {ours: hf[name] for ours, name in fields.items() if hf.get(name) is not None}
-    for name, supported in row.get("supported", {}).items():
-      value = hf.get(name, supported[0])
-      is_supported = all(x in supported for x in (value if isinstance(value, list) else [value]))
-      check(is_supported, f"{path}: {name}={value!r} is not supported in {architecture}; supported: "
-            f"{', '.join(map(repr, supported))}: choose another model")
-    core = ModelConfig.from_hf({**hf, "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
-                                "rope_parameters": {"rope_type": "default"}}, path)
-    name = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
-    check(name in ACTIVATIONS, f"{path}: hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
-    zeros = (0,) * core.num_hidden_layers
-    values = {"rope_kinds": zeros, "windows": zeros, "activation": ACTIVATIONS[name], "ropes": (read_rope(hf),),
-              "renamed": row.get("renamed", {}), "layer": layer, **row.get("options", {}),
-              **{name: hf[name] for name in fields if name in hf}, **options(hf)}
-    rope = values["ropes"][0] or {}
-    if rope.get("rope_type") == "yarn":   # which extends the context length
-      length = int(rope["factor"] * rope["original_max_position_embeddings"])
-      values.setdefault("max_position_embeddings", max(length, core.max_position_embeddings))
-    for name in [rope["rope_type"] for rope in values["ropes"] if rope]:
-      check(name in ROPE_TYPES, f"{path}: rope_type {name!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    return VariantConfig(**vars(core) | values), model_class
-  return read
+def lfm2(hf: JsonObject) -> JsonObject:
+  layers, hidden, multiple = range(hf["num_hidden_layers"]), hf["hidden_size"], hf["block_multiple_of"]
+  types = hf.get("layer_types") or [["conv", "full_attention"][i in hf.get("full_attn_idxs", layers)] for i in layers]
+  size: int = hf["intermediate_size"]
+  if hf["block_auto_adjust_ff_dim"]:
+    size = -(-int(int(2 * size / 3) * hf["block_ffn_dim_multiplier"]) // multiple) * multiple
+  return {"layer_types": types, "matrices": (0, hidden), "in_proj": {"mixer.in_proj": 3 * hidden},
+          "intermediate_size": size}
 
 
-ROWS = {
-  "Gemma2ForCausalLM": make_row(gemma2),
-  "Gemma3ForCausalLM": make_row(gemma3), "Gemma3ForConditionalGeneration": make_row(gemma3),
-  "GptOssForCausalLM": make_row(gpt_oss, MixtureLayer),
-  "GraniteForCausalLM": make_row(granite), "GraniteMoeHybridForCausalLM": make_row(granite),
-  "GraniteSWAForCausalLM": make_row(granite_swa),
-  **{f"{x}ForCausalLM": make_row(mistral) for x in ("Ministral", "Ministral3", "Mistral")},
-  "Mistral3ForConditionalGeneration": make_row(mistral), "MixtralForCausalLM": make_row(windows, MixtureLayer),
-  "MuseGlimmerForConditionalGeneration": make_row(muse_glimmer),
-  "Olmo2ForCausalLM": make_row(), "Olmo3ForCausalLM": make_row(olmo3),
-  "OlmoeForCausalLM": make_row(layer=MixtureLayer), "Phi3ForCausalLM": make_row(windows),
-  "Qwen2ForCausalLM": make_row(qwen2), "Qwen3ForCausalLM": make_row(qwen2),
-  "Qwen3MoeForCausalLM": make_row(qwen3_moe, MixtureLayer),
-  "Qwen3VLForConditionalGeneration": make_row(qwen2),
-  "SmolLM3ForCausalLM": make_row(smollm3)}
+def qwen3_5(hf: JsonObject) -> JsonObject:
+  interval, layers = hf["full_attention_interval"], range(hf["num_hidden_layers"])
+  types = hf.get("layer_types") or ["linear_attention" if (i + 1) % interval else "full_attention" for i in layers]
+  keys, heads = hf["linear_num_key_heads"], hf["linear_num_value_heads"]
+  K, V = hf["linear_key_head_dim"], hf["linear_value_head_dim"]
+  channels = 2 * keys * K + heads * V   # q, k and v
+  return {"layer_types": types, "channels": channels, "matrices": (K, heads * V),
+          "heads": (heads, hf["linear_groups"] or keys),
+          "in_proj": {"mixer.in_proj_qkv": channels, "mixer.in_proj_z": heads * V}}
+
+
+# By their names in table.json
+FUNCTIONS: dict[str, Callable[[JsonObject], JsonObject]] = {x.__name__: x for x in (
+  windows, mistral, qwen2, smollm3, granite, granite_swa, muse_glimmer, olmo3, gemma2, gemma3, qwen3_moe, gpt2, lfm2,
+  qwen3_5)}
+CLASSES: dict[str, Any] = {x.__name__: x for x in (
+  LlamaVariant, GPT2, VariantLayer, MixtureLayer, GPT2Layer, HybridLayer, DeltaRuleLayer, DeltaRuleMixtureLayer)}
+
+
+def find_model(hf: JsonObject, path: pathlib.Path) -> tuple[ModelConfig, type[Llama]]:
+  """Return the config and the class of a model of MODELS. hf: config.json's content. Raises InputError for another
+  architecture, or none, and for an unsupported value."""
+  architecture = (hf.get("architectures") or [None])[0] or "LlamaForCausalLM"
+  check(architecture in MODELS, f"{path}: architecture {architecture!r} is not supported; supported: "
+        f"{', '.join(sorted(MODELS))}")
+  if architecture not in TABLES: return ModelConfig.from_hf(hf, path), Llama
+  row: JsonObject = TABLES[architecture]
+  if isinstance(row, str): row = TABLES[row]
+  fields: JsonObject = row.get("fields", {})   # ours -> config.json's
+  hf = {**row.get("defaults", {}), **hf}
+  hf |= {ours: hf[name] for ours, name in fields.items() if hf.get(name) is not None}
+  for name, supported in row.get("supported", {}).items():
+    value = hf.get(name, supported[0])
+    is_supported = all(x in supported for x in (value if isinstance(value, list) else [value]))
+    check(is_supported, f"{path}: {name}={value!r} is not supported in {architecture}; supported: "
+          f"{', '.join(map(repr, supported))}: choose another model")
+  core = ModelConfig.from_hf({**hf, "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
+                              "rope_parameters": {"rope_type": "default"}}, path)
+  name = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
+  check(name in ACTIVATIONS, f"{path}: hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+  zeros = (0,) * core.num_hidden_layers
+  values = {"rope_kinds": zeros, "windows": zeros, "activation": ACTIVATIONS[name], "ropes": (read_rope(hf),),
+            "renamed": row.get("renamed", {}), "layer": CLASSES[row.get("layer", "VariantLayer")],
+            **row.get("options", {}), **{name: hf[name] for name in fields if name in hf},
+            **(FUNCTIONS[row["function"]](hf) if "function" in row else {})}
+  rope = values["ropes"][0] or {}
+  if rope.get("rope_type") == "yarn":   # which extends the context length
+    length = int(rope["factor"] * rope["original_max_position_embeddings"])
+    values.setdefault("max_position_embeddings", max(length, core.max_position_embeddings))
+  for name in [rope["rope_type"] for rope in values["ropes"] if rope]:
+    check(name in ROPE_TYPES, f"{path}: rope_type {name!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+  return VariantConfig(**vars(core) | values), CLASSES[row.get("model", "LlamaVariant")]
