@@ -102,7 +102,7 @@ def checkpoint_bytes(source: "FastCheckpoint", quantization: str | None) -> int:
   dequantized while loading take more."""
   sources = {name for module in source.model.modules() for name in module.sources}
   weights = [Weight(name, len(x.shape), math.prod(x.shape), x.nbytes, x.dtype.kind in "fu")   # u: bfloat16
-             for name, x in source.unread.items() if {name, name.rpartition(".")[0]} & sources]
+             for name, x in source.unread.items() if name.rpartition(".")[0] in sources]
   total = weight_bytes(weights, None if source.method else quantization, source.model.dtype.itemsize)
   return total // len(source.model.devices.names)
 

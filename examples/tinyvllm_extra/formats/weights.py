@@ -10,7 +10,7 @@ from tinygrad import Tensor, dtypes, helpers
 from tinygrad.dtype import DType
 
 from tinyvllm import llama
-from tinyvllm.backend import Linear, Module, renderer
+from tinyvllm.backend import Linear, Module, Norm, renderer
 from tinyvllm.config import JsonObject, check, logger, read_json
 from tinyvllm_extra.kernels import buffers
 from tinyvllm_extra.models.quantized import E4M3, Matrix, Quantized, is_small_float
@@ -60,7 +60,7 @@ class StoredTensor:
 T = TypeVar("T", bound=StoredTensor)
 
 
-class FastCheckpoint(StoredWeights, llama.Checkpoint, Generic[T]):
+class FastCheckpoint(llama.Checkpoint, StoredWeights, Generic[T]):
   """A checkpoint whose weights are split for several devices and quantized while they load. A module's `load` gets them
   in these steps: read (defined by each format), order, pad, split, quantize, and place on the devices."""
   quantization: str | None           # LLM's option
@@ -94,7 +94,8 @@ class FastCheckpoint(StoredWeights, llama.Checkpoint, Generic[T]):
     tensors = self.stored_tensors()
     self.unread = model.arrange(tensors) if isinstance(model, LlamaVariant) else tensors
     self.dtype = np.float32 if model.dtype == dtypes.float32 else np.float16
-    plain = [type(x).__name__ for x in model.modules() if type(x).load is Module.load]   # the core's modules
+    modules = [x for x in model.modules() if isinstance(x, Linear | Norm)]
+    plain = [type(x).__name__ for x in modules if type(x).load is Module.load]   # the core's
     layers = f"{type(model.backend).__name__}'s {', '.join(dict.fromkeys(plain))}"
     if plain: check_one_device(len(model.devices.names), f": {layers} support one device")
     check(not plain or self.quantization not in fit.QUANTIZED, f"quantization={self.quantization!r} must be None: "

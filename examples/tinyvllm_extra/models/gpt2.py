@@ -41,7 +41,7 @@ class GPT2(LlamaVariant):
   """GPT-2 on one device."""
   def __init__(self, config: VariantConfig, dtype: DType, backend: Backend, devices: Devices):
     super().__init__(config, dtype, backend, devices)
-    self.wpe = Plain("wpe.weight", (config.max_position_embeddings, config.hidden_size), dtype)
+    self.wpe = Plain("wpe", (config.max_position_embeddings, config.hidden_size), dtype)
     self.norm = LayerNorm("model.norm", config.hidden_size, config.rms_norm_eps, dtype)
 
   def arrange(self, tensors: dict[str, Any]) -> dict[str, Any]:

@@ -88,14 +88,10 @@ def unit_norm(x: Tensor, eps: float) -> Tensor:
 
 
 class Plain(Module):
-  """A tensor of the checkpoint, (*shape), that is never quantized. name: the whole name."""
+  """A tensor of the checkpoint, (*shape), that is never quantized. name: without its ending .weight."""
   def __init__(self, name: str, shape: tuple[int, ...], dtype: DType):
     self.sources = {name: shape[0]}
     self.weight = Tensor.empty(*shape, dtype=dtype)
-
-  def load(self, checkpoint: llama.Checkpoint) -> None:
-    x = checkpoint.read(next(iter(self.sources)), *self.weight.max_shape)
-    self.weight.replace(x.to(self.weight.device).cast(self.weight.dtype).contiguous().realize())
 
 
 class VariantLayer(llama.Layer):

@@ -170,7 +170,7 @@ class HybridLayer(VariantLayer):
     self.has_kv = not state_shapes(config)[int(self.name.split(".")[-1])]
     if self.has_kv: return super().make_attention()
     self.in_proj = self.linear(self.backend.Linear, config.hidden_size, config.in_proj, False)
-    self.conv = self.plain("conv1d.weight", config.channels, 1, config.kernel_size)
+    self.conv = self.plain("conv1d", config.channels, 1, config.kernel_size)
     self.out_proj = self.linear(self.backend.Linear, config.matrices[1], {"mixer.out_proj": config.hidden_size}, False)
 
   def plain(self, name: str, *shape: int) -> Plain: return Plain(f"{self.name}.mixer.{name}", shape, dtypes.float32)

@@ -12,28 +12,24 @@ from .quantized import Matrix
 
 
 class StoredWeights:
-  """The methods of a checkpoint that a module's `load` calls. Each list has one array, or Quantized, per device.
+  """What a module's `load` reads from a checkpoint. This class reads one with only the core's methods, not quantized,
+  for one device; FastCheckpoint has its own methods. Each list has one array, or Quantized, per device.
 
   vectors: a norm's weight or a bias, (out,). matrices: W, (out, in). place: copy the arrays to their devices, in
   `dtype`, or in their own dtype if it is None. activations: LLMConfig's activation_quantization;
   "fp8" only for matrices in e4m3 with one scale per output and a multiple of 128 inputs."""
   activations = "none"
-  def vectors(self, module: Module, suffix: str) -> list[np.ndarray]: raise NotImplementedError
-  def matrices(self, module: Linear) -> Sequence[Matrix]: raise NotImplementedError
-  def place(self, module: Module, arrays: Sequence[np.ndarray], dtype: DType | None = None) -> Tensor:
-    raise NotImplementedError
 
-
-class PlainWeights(StoredWeights):
-  """The weights of a Checkpoint with only the core's methods, not quantized, for one device."""
   def __init__(self, checkpoint: Checkpoint): self.checkpoint = checkpoint
 
-  def vectors(self, module: Module, suffix: str, *columns: int) -> list[np.ndarray]:
-    parts = [self.checkpoint.read(f"{name}.{suffix}", n, *columns) for name, n in module.sources.items()]
-    return [np.concatenate([part.to(None).cast(dtypes.float32).numpy() for part in parts])]
+  def vectors(self, module: Module, suffix: str) -> list[np.ndarray]: return self.rows(module, suffix)
 
   def matrices(self, module: Linear) -> Sequence[Matrix]:
-    return self.vectors(module, "weight", module.weight.max_numel() // module.out_features)
+    return self.rows(module, "weight", module.weight.max_numel() // module.out_features)
+
+  def rows(self, module: Module, suffix: str, *columns: int) -> list[np.ndarray]:
+    parts = [self.checkpoint.read(f"{name}.{suffix}", n, *columns) for name, n in module.sources.items()]
+    return [np.concatenate([part.to(None).cast(dtypes.float32).numpy() for part in parts])]
 
   def place(self, module: Module, arrays: Sequence[np.ndarray], dtype: DType | None = None) -> Tensor:
     tensor = Tensor(np.ascontiguousarray(arrays[0]))
@@ -41,5 +37,5 @@ class PlainWeights(StoredWeights):
 
 
 def stored_weights(checkpoint: Checkpoint) -> StoredWeights:
-  """Return the checkpoint itself, or its PlainWeights if it has only the core's methods."""
-  return checkpoint if isinstance(checkpoint, StoredWeights) else PlainWeights(checkpoint)
+  """Return the checkpoint itself, unless it has only the core's methods."""
+  return checkpoint if isinstance(checkpoint, StoredWeights) else StoredWeights(checkpoint)
