@@ -1,7 +1,7 @@
 """Snapshots of recurrent states, where sequences with a cached prefix continue. A snapshot belongs to the block that
 ends there, and is taken only where a step ends at a multiple of block_size: before a prompt's last block, about every
 INTERVAL tokens, and at the last such place of an answer."""
-import collections, math, weakref
+import math, weakref
 from collections.abc import Callable
 
 from tinyvllm.config import EngineConfig, check
@@ -9,35 +9,12 @@ from tinyvllm.engine import LoadedModel
 from tinyvllm.request import Sequence
 from tinyvllm.runner import Runner
 from tinyvllm.scheduler import BlockManager, Scheduler
-from tinyvllm_extra.models.recurrent import StateRows, state_shapes
+from tinyvllm_extra.models.recurrent import StatePool, state_shapes
 from tinyvllm_extra.sampling import speculation
 
 INTERVAL = 1024   # tokens between snapshots in a long prompt or answer
 SHARE = 1 / 8     # part of the memory for the KV cache that snapshots may use
 MAX_SNAPSHOTS = 16   # per slot
-
-
-class StatePool(StateRows):
-  """State rows with a backup per slot, which holds the state before draft tokens, if `has_drafts`, and the others for
-  snapshots. The least recently used snapshot is replaced."""
-  def __init__(self, runner: Runner, shapes: list[tuple[int, ...]], num_rows: int, has_drafts: bool):
-    super().__init__(runner, shapes, num_rows)
-    self.free_rows = [*range((self.padding + 1) * (1 + has_drafts), num_rows)]
-    self.snapshots = collections.OrderedDict[bytes, int]()   # by block hash
-    self.num_hits = 0
-
-  def backup(self, slot: int) -> int: return self.padding + 1 + slot
-
-  def take_row(self) -> int | None:
-    """Return a free row, or the one of the least recently used snapshot, if there is any."""
-    if self.free_rows: return self.free_rows.pop()
-    return self.snapshots.popitem(last=False)[1] if self.snapshots else None
-
-  def metrics(self) -> dict[str, int]:
-    return {"state_snapshots": len(self.snapshots), "state_snapshot_hits": self.num_hits}
-
-  def drop(self, key: bytes) -> None:
-    if key in self.snapshots: self.free_rows.append(self.snapshots.pop(key))
 
 
 class SnapshotScheduler(Scheduler):

@@ -23,6 +23,7 @@ from . import architecture, fit
 from .quantization import (READERS, UNUSED, dequantize, describe, find_layouts, map_rows, pad_rows, quantize,
                            read_stacked, round_scales, split, stack, to_float32)
 
+EXACT = (".gate", "_expert_gate", ".in_proj_b")   # matrices of routers and gates, which are never quantized at load
 MATRICES = (".weight", ".qweight", ".weight_packed")
 # language_model.model.X or, in newer checkpoints, model.language_model.X; the other tensors are for images
 TEXT_TENSORS = re.compile(r"(?:model\.language_model\.|language_model\.model\.)(.*)|(?:language_model\.)?(lm_head.*)")
@@ -176,7 +177,7 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights, Generic[T]):
             f"{', '.join(module.sources)} has {w.scale.shape[1]} scales and {w.q.shape[1]} inputs: use 'auto'")
     if self.dtype == np.float16 and self.method in ("gguf", "compressed-tensors"): w = round_scales(w)
     bits = {"int8": 8, "int4": 4}.get(self.quantization or "")
-    is_exact = isinstance(self.model, LlamaVariant) and self.model.is_exact(module)
+    is_exact = any(name.endswith(EXACT) for name in module.sources)
     if bits is None or not in_layer or is_exact or isinstance(w, Quantized): return w
     return quantize(w, 8 if w.shape[1] % 8 else bits)   # int4 is stored in words of eight
 

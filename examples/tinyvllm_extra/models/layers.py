@@ -207,10 +207,6 @@ class LlamaVariant(Llama):
                                           for part in matrix.split("_")])
     return renamed
 
-  def is_exact(self, module: Module) -> bool:
-    """Return whether quantization="int8" leaves a matrix in the checkpoint's dtype: of a router, or of gates."""
-    return any(name.endswith((".gate", "_expert_gate", ".in_proj_b")) for name in module.sources)
-
   def ropes(self, length: int) -> list[Tensor]:
     return [scaled_rope_table(self.config, rope, length) for rope in self.config.ropes]
 

@@ -1,7 +1,7 @@
 """Layers with a state of fixed size instead of K and V, and models that have both kinds. The rows of a tensor, (rows,
-...), hold a layer's states: one for each slot, one for padding, then others, see StateRows. A step reads a sequence's
-row before the sequence's first token and writes it after the last one."""
-import functools, math
+...), hold a layer's states: one for each slot, then others, see StatePool. A step reads a sequence's row before the
+sequence's first token and writes it after the last one."""
+import collections, functools, math
 from collections.abc import Callable
 
 import numpy as np
@@ -35,9 +35,11 @@ def copy_kernel(state: UOp, pairs: UOp) -> UOp:
   return state[target, j].store(state[source, j].load()).end(i, j).sink(arg=KernelInfo(name="copy_rows"))
 
 
-class StateRows:
-  """The rows of all states of a runner, which are in its KV caches. shapes: see state_shapes."""
-  def __init__(self, runner: Runner, shapes: list[tuple[int, ...]], num_rows: int):
+class StatePool:
+  """The rows of all states of a runner, which are in its KV caches: one per slot, one for padding, a backup per slot,
+  which holds the state before draft tokens, if `has_drafts`, and the others for snapshots. The least recently used
+  snapshot is replaced. shapes: see state_shapes."""
+  def __init__(self, runner: Runner, shapes: list[tuple[int, ...]], num_rows: int, has_drafts: bool):
     self.padding = runner.config.max_num_seqs   # row
     for cache, shape in zip(runner.kv_caches, shapes, strict=True):
       cache += [Tensor.empty(num_rows, *shape, dtype=dtypes.float32).contiguous().realize()] if shape else []
@@ -46,6 +48,9 @@ class StateRows:
     self.pairs = zeros(self.num_pairs, 2)   # from, to
     self.graph = runner.model.devices.jit(self.run)
     self.graph.cnt = 1   # capture at the first call
+    self.free_rows = [*range((self.padding + 1) * (1 + has_drafts), num_rows)]
+    self.snapshots = collections.OrderedDict[bytes, int]()   # by block hash
+    self.num_hits = 0
 
   def run(self) -> None: Tensor.realize(*[x.custom_kernel(self.pairs, fxn=copy_kernel)[0] for x in self.states])
 
@@ -55,6 +60,19 @@ class StateRows:
     for rows in np.array(padded, np.int32).reshape(-1, self.num_pairs, 2):
       upload(self.pairs, rows)
       with exclusive: self.graph()
+
+  def backup(self, slot: int) -> int: return self.padding + 1 + slot
+
+  def take_row(self) -> int | None:
+    """Return a free row, or the one of the least recently used snapshot, if there is any."""
+    if self.free_rows: return self.free_rows.pop()
+    return self.snapshots.popitem(last=False)[1] if self.snapshots else None
+
+  def drop(self, key: bytes) -> None:
+    if key in self.snapshots: self.free_rows.append(self.snapshots.pop(key))
+
+  def metrics(self) -> dict[str, int]:
+    return {"state_snapshots": len(self.snapshots), "state_snapshot_hits": self.num_hits}
 
 
 def input_before(x: UOp, state: UOp, tokens: UOp, t: UOp, h: UOp, back: int, columns: int) -> UOp:
