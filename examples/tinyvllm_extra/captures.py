@@ -3,7 +3,7 @@ import dataclasses, gc, itertools, time
 from collections.abc import Collection, Iterator
 
 from tinyvllm.backend import exclusive, renderer
-from tinyvllm.config import check, logger
+from tinyvllm.config import logger
 from tinyvllm.engine import Engine
 from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, Runner, build_step, next_power_of_two
@@ -21,14 +21,6 @@ def usual_sizes(runner: Runner) -> list[int]:
   sizes = [1 << i for i in range(largest.bit_length())]
   if not renderer().tensor_cores: return sizes
   return [size for size in sizes if size in (1, PROMPT, 4 * PROMPT, largest) or 8 <= size <= max(64, runner.max_rows)]
-
-
-def sizes_to_capture(engine: Engine, sizes: list[int] | None) -> list[int]:
-  """Return the step sizes in tokens to capture, sorted: none in eager mode, else `sizes`, powers of two, or the
-  device's usual ones."""
-  are_powers = all(x > 0 and x.bit_count() == 1 for x in sizes or ())
-  check(are_powers, f"cudagraph_capture_sizes={sizes} must be powers of two")
-  return [] if engine.config.enforce_eager else sorted(sizes or usual_sizes(engine.runner))
 
 
 def capture(engine: Engine, sizes: list[int], variants: Collection[tuple[SamplerMode, object]]) -> Iterator[str]:

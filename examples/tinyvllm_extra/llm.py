@@ -125,9 +125,12 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     return request
 
   def capture(self, sizes: list[int] | None = None, optional: bool = False) -> Iterator[str]:
-    """Capture greedy and sampled steps, or with `optional` steps with all features, and pad later steps to them. sizes:
-    tokens of a step, powers of two; None: the device's usual ones. It yields what captures.capture does."""
-    self.scheduler.sizes = captures.sizes_to_capture(self, sizes)
+    """Capture greedy and sampled steps, or with `optional` steps with all features, and pad later steps to them, but
+    none in eager mode. sizes: tokens of a step, powers of two; None: the device's usual ones. It yields what
+    captures.capture does."""
+    are_powers = all(x > 0 and x.bit_count() == 1 for x in sizes or ())
+    check(are_powers, f"cudagraph_capture_sizes={sizes} must be powers of two")
+    self.scheduler.sizes = [] if self.config.enforce_eager else sorted(sizes or captures.usual_sizes(self.runner))
     return captures.capture(self, self.scheduler.sizes, logits.graph_variants(self.runner.model, optional))
 
   def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:

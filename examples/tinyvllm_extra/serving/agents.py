@@ -3,7 +3,7 @@ with a list of blocks of text, reasoning or tool calls. Invariant: at most the l
 import dataclasses, pathlib, re, uuid
 from typing import Literal
 
-import orjson, pydantic
+import pydantic
 
 from tinyvllm import CompletionOutput, RequestOutput
 from tinyvllm.config import InputError, JsonObject, check, read_json
@@ -89,11 +89,6 @@ class Block:
   id: str
   name: str = ""   # function name of a call
   text: str = ""   # text so far; for a call, its arguments
-
-
-def named_event(content: JsonObject) -> bytes:
-  """Return a server-sent event whose name is the content's type."""
-  return b"event: %b\ndata: %b\n\n" % (content["type"].encode(), orjson.dumps(content))
 
 
 class BlockBuilder:
@@ -233,10 +228,10 @@ class MessagesBuilder(BlockBuilder):
     return {"stop_reason": "max_tokens" if self.is_cut else reason, "stop_sequence": sequence}
 
   def first_events(self, output: RequestOutput) -> bytes:
-    return named_event({"type": "message_start", "message": self.whole()})
+    return answers.event({"type": "message_start", "message": self.whole()})
 
   def block_event(self, name: str, block: Block, **fields: object) -> bytes:
-    return named_event({"type": f"content_block_{name}", "index": block.index, **fields})
+    return answers.event({"type": f"content_block_{name}", "index": block.index, **fields})
 
   def opening(self, block: Block) -> bytes:
     return self.block_event("start", block, content_block=self.content_block(block, is_open=True))
@@ -251,9 +246,9 @@ class MessagesBuilder(BlockBuilder):
     return start + self.block_event("stop", block)
 
   def last_events(self, error: Exception | None = None) -> bytes:
-    if error: return named_event(errors.anthropic_error(errors.internal_error(error)["error"]))
+    if error: return answers.event(errors.anthropic_error(errors.internal_error(error)["error"]))
     end = {"type": "message_delta", "delta": self.stop(), "usage": self.usage()}
-    return named_event(end) + named_event({"type": "message_stop"})
+    return answers.event(end) + answers.event({"type": "message_stop"})
 
 
 # POST /v1/responses, OpenAI's newer protocol, without stored state: the client sends the whole conversation. Its items
@@ -338,7 +333,7 @@ class ResponsesBuilder(BlockBuilder):
 
   def event(self, event_name: str, **fields: object) -> bytes:
     self.num_events += 1
-    return named_event({"type": f"response.{event_name}", "sequence_number": self.num_events - 1, **fields})
+    return answers.event({"type": f"response.{event_name}", "sequence_number": self.num_events - 1, **fields})
 
   def whole(self, error: str | None = None) -> JsonObject:
     """Return the response object so far."""

@@ -59,8 +59,9 @@ class Token(NamedTuple):
 
 
 def event(content: JsonObject) -> bytes:
-  """Return a server-sent event."""
-  return b"data: %b\n\n" % orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)   # token ids are keys
+  """Return a server-sent event. Its name is the content's type, if it has one."""
+  name = b"event: %b\n" % content["type"].encode() if "type" in content else b""
+  return b"%bdata: %b\n\n" % (name, orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS))   # token ids are keys
 
 
 class ChoicesBuilder:
