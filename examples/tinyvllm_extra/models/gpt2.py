@@ -29,7 +29,7 @@ class GPT2Layer(VariantLayer):
     return LayerNorm(f"{self.name}.{source}", size, self.config.rms_norm_eps, self.dtype)
 
   def make_mlp(self) -> None:
-    hidden, inner = self.config.hidden_size, self.config.intermediate_size
+    hidden, inner = self.config.hidden_size, self.config.intermediate_size or 4 * self.config.hidden_size
     self.up_proj = self.linear(self.backend.Linear, hidden, {"mlp.up_proj": inner}, True)
     self.down_proj = self.linear(self.backend.Linear, inner, {"mlp.down_proj": hidden}, True)
 

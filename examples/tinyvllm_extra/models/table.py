@@ -23,16 +23,18 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}   # a method of Tens
 def windows(hf: JsonObject, default: Callable[[int], bool] = lambda i: True) -> JsonObject:
   """Return each layer's window. default: whether layer i has one, if config.json has no layer_types."""
   types = hf.get("layer_types") or ["sliding" * default(i) for i in range(hf["num_hidden_layers"])]
-  return {"windows": tuple((hf.get("sliding_window") or 0) * ("sliding" in x) for x in types)}
+  size = hf.get("sliding_window") or 0 if hf.get("use_sliding_window", True) else 0
+  return {"windows": tuple(size * ("sliding" in x) for x in types)}
 
 
-def two_ropes(hf: JsonObject, local: JsonObject, default: Callable[[int], bool]) -> JsonObject:
-  """Return windows, and RoPE of full and of sliding layers. local: parameters of the latter in older config.json."""
+def two_ropes(hf: JsonObject) -> JsonObject:
+  """Return windows, and RoPE of full and of sliding layers. Older config.json has only a rope_theta for the latter."""
   rope = hf.get("rope_parameters") or {}
+  local = {"rope_type": "default", "rope_theta": hf.get("rope_local_base_freq") or hf["rope_theta"]}
   is_nested = "full_attention" in rope
   full = read_rope({**hf, "rope_parameters": rope["full_attention"]} if is_nested else hf)
   sliding = read_rope({**hf, "rope_parameters": rope["sliding_attention"] if is_nested else local})
-  options = windows(hf, default)
+  options = windows(hf, lambda i: (i + 1) % hf["sliding_window_pattern"] != 0)
   return options | {"ropes": (full, sliding), "rope_kinds": tuple(int(x > 0) for x in options["windows"])}
 
 
@@ -49,17 +51,14 @@ def mistral(hf: JsonObject) -> JsonObject:
   return {**windows(hf), "max_position_embeddings": rope["original_max_position_embeddings"]}
 
 
-def qwen2(hf: JsonObject) -> JsonObject:
-  has_windows = hf.get("use_sliding_window", False)
-  return windows(hf, lambda i: has_windows and i >= hf.get("max_window_layers", 28))
+def qwen2(hf: JsonObject) -> JsonObject: return windows(hf, lambda i: i >= hf["max_window_layers"])
 
 
 def smollm3(hf: JsonObject) -> JsonObject:
   count = hf["num_hidden_layers"]
   rotates = hf.get("no_rope_layers") or [(i + 1) % hf.get("no_rope_layer_interval", 4) != 0 for i in range(count)]
-  has_windows = hf.get("use_sliding_window", False)   # only in layers without RoPE
   return {**layer_ropes(hf, [read_rope(hf)["rope_theta"] * bool(x) for x in rotates]),
-          **windows(hf if has_windows else {**hf, "sliding_window": 0}, lambda i: not rotates[i])}
+          **windows(hf, lambda i: not rotates[i])}
 
 
 def granite(hf: JsonObject) -> JsonObject:
@@ -80,25 +79,17 @@ def muse_glimmer(hf: JsonObject) -> JsonObject:
           "attention_scale": hf["qk_scale_factor"] * hf["head_dim"]**-0.5}
 
 
-def olmo3(hf: JsonObject) -> JsonObject: return two_ropes(hf, {"rope_type": "default"}, lambda i: (i + 1) % 4 != 0)
-
-
 def gemma2(hf: JsonObject) -> JsonObject:
   return {"embedding_multiplier": hf["hidden_size"]**0.5, "attention_scale": hf["query_pre_attn_scalar"]**-0.5,
           **windows(hf, lambda i: (i + 1) % 2 != 0)}
 
 
-def gemma3(hf: JsonObject) -> JsonObject:
-  local = {"rope_type": "default", "rope_theta": hf["rope_local_base_freq"]}
-  return gemma2(hf) | two_ropes(hf, local, lambda i: (i + 1) % hf["sliding_window_pattern"] != 0)
+def gemma3(hf: JsonObject) -> JsonObject: return gemma2(hf) | two_ropes(hf)
 
 
 def qwen3_moe(hf: JsonObject) -> JsonObject:
   step, layers = hf.get("decoder_sparse_step") or 1, range(hf["num_hidden_layers"])
   return {**qwen2(hf), "dense_layers": [i for i in layers if i in (hf.get("mlp_only_layers") or ()) or (i + 1) % step]}
-
-
-def gpt2(hf: JsonObject) -> JsonObject: return {"intermediate_size": hf["intermediate_size"] or 4 * hf["hidden_size"]}
 
 
 def lfm2(hf: JsonObject) -> JsonObject:
@@ -124,8 +115,8 @@ def qwen3_5(hf: JsonObject) -> JsonObject:
 
 # By their names in table.json
 FUNCTIONS: dict[str, Callable[[JsonObject], JsonObject]] = {x.__name__: x for x in (
-  windows, mistral, qwen2, smollm3, granite, granite_swa, muse_glimmer, olmo3, gemma2, gemma3, qwen3_moe, gpt2, lfm2,
-  qwen3_5)}
+  windows, mistral, qwen2, smollm3, granite, granite_swa, muse_glimmer, two_ropes, gemma2, gemma3, qwen3_moe,
+  lfm2, qwen3_5)}
 CLASSES: dict[str, Any] = {x.__name__: x for x in (
   LlamaVariant, GPT2, VariantLayer, MixtureLayer, GPT2Layer, HybridLayer, DeltaRuleLayer, DeltaRuleMixtureLayer)}
 
