@@ -82,7 +82,9 @@ def test_help_all_describes_every_option_and_help_hides_rare_ones(command):
 def test_every_grouped_flag_is_an_option_and_greedy_is_the_default():
   names = {name for names in product.FLAGS["groups"].values() for name in names}
   kinds = (LLMConfig, SamplingParams, ServerConfig, BenchConfig)
-  assert names <= {field.name for kind in kinds for field in dataclasses.fields(kind)}
+  tables = [product.FLAGS["variables"], *(row.get("variables", {}) for row in product.FLAGS["commands"].values())]
+  own = {name for table in tables for name in table}
+  assert own <= names <= own | {field.name for kind in kinds for field in dataclasses.fields(kind)}
   assert "(default: 0.0)" in help_entries(help_text("generate"))["--temperature FLOAT"]
 
 

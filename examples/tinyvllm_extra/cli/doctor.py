@@ -1,8 +1,7 @@
 """`tinyvllm doctor`: test each tinygrad backend on this machine; report which one the engine uses and why, and which
 models fit. Each backend runs in its own process, since a driver may hang or crash. The bandwidth test runs the
 engine's matmul, so that it predicts the engine's speed."""
-import importlib.metadata, json, math, os, pathlib, platform, re, shlex, shutil, signal
-import subprocess, sys
+import importlib.metadata, json, os, pathlib, platform, re, shlex, shutil, signal, subprocess, sys
 from typing import Any
 
 import numpy as np
@@ -134,7 +133,7 @@ def read_model(path: pathlib.Path) -> tuple[JsonObject, JsonObject]:
   if not isinstance(checkpoint, gguf.GGUFCheckpoint) or checkpoint.method != "gguf": return hf, description
   matrices = [x for name, x in checkpoint.all_tensors.items() if ".layers." in name and len(x.shape) == 2]
   bits = np.average([getattr(x.tensor_type.quant_format, "bits", 16) for x in matrices],
-                    weights=[math.prod(x.shape) for x in matrices])
+                    weights=[np.prod(x.shape) for x in matrices])
   return hf | {"quantization_config": {"bits": 4 if bits < 6 else 8}}, description
 
 

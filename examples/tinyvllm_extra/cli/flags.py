@@ -8,9 +8,9 @@ from tinyvllm.config import InputError, JsonObject, Options, check, logger, opti
 from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra import packages, vllm_options
 
-# Groups of --help (only --help-all shows other flags), llama.cpp's letters, units of integers, `tinyvllm run`'s
-# defaults, values of a bool's environment variable, and commands: arguments: of add_argument, by flag; variables: of
-# add_variable, by group
+# Groups of --help (only --help-all shows other flags), variables: arguments of add_variable, by name; llama.cpp's
+# letters, units of integers, `tinyvllm run`'s defaults, values of a bool's environment variable, and commands:
+# arguments: of add_argument, by flag; variables of their own
 FLAGS = read_json(pathlib.Path(__file__).with_suffix(".json"))
 FLAG_SYNTAX = re.compile(r"(--?[A-Za-z][\w-]*)((?:\.[\w-]+)*)(=.*)?", re.DOTALL)   # name, .keys, =value
 
@@ -93,21 +93,20 @@ class CommandParser(argparse.ArgumentParser):
     super().error(self.source + message)
 
 
-def add_flags(command: CommandParser, words: str, argv: list[str], *option_classes: Any) -> None:
-  """Add `words`, such as "[MODEL]", which are all optional, and flags: `--model`, one for each field of the option
-  dataclasses, `--config`, `--log-level`, `--help-all`, and vLLM's without effect. argv: will be parsed."""
+def add_flags(command: CommandParser, words: str, argv: list[str], *option_classes: Any, **own: JsonObject) -> None:
+  """Add `words`, such as "[MODEL]", which are all optional, and flags: `--model`, `--config`, the command's own ones,
+  one for each field of the option dataclasses, `--log-level`, `--help-all`, and vLLM's without effect. argv: will be
+  parsed. own: arguments of add_variable by name."""
   def rare(text: str) -> str: return text if "--help-all" in argv else argparse.SUPPRESS
   command.words = re.findall(r"\w+", words.lower())
   command.add_argument("words", nargs="*", help=argparse.SUPPRESS)
   command.add_argument("--help-all", action="help", help="Show rare flags, too, and exit")
-  command.add_variable("config", "YAML file with options (default: none)", metavar="FILE")
   fields = {field.name: field for x in reversed(option_classes) for field in dataclasses.fields(x)}
+  forms = {name: {"text": help_of(field, words), **parsing_of(field)} for name, field in fields.items()}
+  forms |= FLAGS["variables"] | own
   for title, names in FLAGS["groups"].items():
-    group = command.add_argument_group(title)
-    if title == "Model":
-      command.add_variable("model", "Path or ORG/NAME[:TYPE] (default: bundled)", group, metavar="STR")
-    for name in [name for name in names if name in fields]:
-      command.add_variable(name, help_of(fields[name], words), group, **parsing_of(fields[name]))
+    group = command.add_argument_group(title) if title else command
+    for name in [name for name in names if name in forms]: command.add_variable(name, group=group, **forms[name])
   for option_class in option_classes:
     group = command.add_argument_group(f"Rare flags of {option_class.__name__}")
     for field in [x for x in dataclasses.fields(option_class) if x.name not in (*command.variables, "n")]:   # n: 1 here

@@ -32,7 +32,6 @@ def read_arguments(args: JsonObject) -> tuple[str | None, JsonObject, ServerConf
   """Return the model folder, the options of LLM and the server's options. Raises InputError for an invalid option."""
   engine = select_options(args, options.LLMConfig)
   vllm_options.read_options(engine, args.get("model"))
-  engine.pop("tokenizer", None)   # names the model
   return args.get("model"), engine, ServerConfig(**select_options(args, ServerConfig))
 
 

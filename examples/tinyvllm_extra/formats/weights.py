@@ -95,8 +95,8 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights, Generic[T]):
     tensors = self.stored_tensors()
     self.unread = model.arrange(tensors) if isinstance(model, LlamaVariant) else tensors
     self.dtype = np.float32 if model.dtype == dtypes.float32 else np.float16
-    modules = [x for x in model.modules() if isinstance(x, Linear | Norm)]
-    plain = [type(x).__name__ for x in modules if type(x).load is Module.load]   # the core's
+    # The core's layers
+    plain = [type(x).__name__ for x in model.modules() if isinstance(x, Linear | Norm) and type(x).load is Module.load]
     layers = f"{type(model.backend).__name__}'s {', '.join(dict.fromkeys(plain))}"
     if plain: check_one_device(len(model.devices.names), f": {layers} support one device")
     check(not plain or self.quantization not in fit.QUANTIZED, f"quantization={self.quantization!r} must be None: "

@@ -28,7 +28,7 @@ class VariantConfig(ModelConfig):
   rope_kinds: tuple[int, ...] = ()   # index into ropes
   norms: Sequence[str | None] = ("input_layernorm", None, "post_attention_layernorm", None)   # see VariantLayer
   norm_offset: int | None = None     # added to the weights of norms, which are then float32
-  offset_norms: str = "norm.weight"  # how the names of norms with this offset end
+  offset_norms: str = "norm.weight"  # ending of the names of norms with this offset
   post_norm_eps: float = 0           # eps of norms after attention and MLP; 0: rms_norm_eps
   qkv_bias: bool = False             # like attention_bias, but not of o_proj
   qk_norm: str | None = None         # RMS norm of q and k: of each "head", also without weights ("unit"), or of "all"
@@ -54,8 +54,8 @@ class VariantConfig(ModelConfig):
   is_stacked: bool = False           # the checkpoint has all experts in one tensor
   expert_bias: bool = False          # biases of the router and the experts
   has_shared_expert: bool = False    # the MLP computes all tokens, scaled by a gate
-  swiglu_alpha: float = 0            # of gpt-oss's activation (arXiv:2508.10925), with swiglu_limit; 0: silu
-  swiglu_limit: float = 0
+  swiglu_alpha: float = 0            # factor in gpt-oss's activation (arXiv:2508.10925); 0: silu instead
+  swiglu_limit: float = 0            # limit of its inputs
   # Recurrent layers: see recurrent.py
   layer_types: Sequence[str] = ()    # "full_attention", else the layer has a state; (): none has
   kernel_size: int = 3               # inputs of a convolution

@@ -12,12 +12,12 @@ from .quantized import Matrix
 
 
 class StoredWeights:
-  """What a module's `load` reads from a checkpoint. This class reads one with only the core's methods, not quantized,
-  for one device; FastCheckpoint has its own methods. Each list has one array, or Quantized, per device.
+  """The weights that a module's `load` reads from a checkpoint. This class reads a Checkpoint with only the core's
+  methods, not quantized, for one device; FastCheckpoint overrides it.
 
-  vectors: a norm's weight or a bias, (out,). matrices: W, (out, in). place: copy the arrays to their devices, in
-  `dtype`, or in their own dtype if it is None. activations: LLMConfig's activation_quantization;
-  "fp8" only for matrices in e4m3 with one scale per output and a multiple of 128 inputs."""
+  Each list has one array, or Quantized, per device. vectors: a norm's weight or a bias, (out,). matrices: W, (out, in).
+  place: copy the arrays to their devices, in `dtype`, or in their own dtype if it is None. activations: LLMConfig's
+  activation_quantization; "fp8" only for matrices in e4m3 with one scale per output and a multiple of 128 inputs."""
   activations = "none"
 
   def __init__(self, checkpoint: Checkpoint): self.checkpoint = checkpoint
