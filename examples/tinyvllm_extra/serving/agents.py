@@ -14,8 +14,8 @@ from .protocol import SAMPLING, ChatCompletionRequest, JsonBody, check_unknown, 
 
 # ignored: fields of the official clients without effect here. stateful: fields that need stored responses or prompts.
 # echo: properties of a response that repeat the request, with defaults; constant: the same in each response. items: by
-# kind of block: type and id prefix of its item, and the events of its text. deltas: by kind of block: type and field of
-# a delta of /v1/messages
+# kind of block: the prefix of its item's id, the events of its text, constant fields of the item and of its part.
+# deltas: by kind of block: type and field of a delta of /v1/messages
 TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
 ITEMS = TABLES["items"]
 # Fields that the chat takes over unchanged
@@ -101,7 +101,6 @@ class BlockBuilder:
     self.end: CompletionOutput | None = None   # the last output
 
   is_cut = property(lambda self: self.end is not None and self.end.finish_reason != "stop")
-  has_calls = property(lambda self: any(block.kind == "call" for block in self.blocks))
 
   def response(self) -> JsonObject:
     output = self.job.requests[0].output()
@@ -224,7 +223,8 @@ class MessagesBuilder(BlockBuilder):
   def stop(self) -> dict[str, str | None]:
     if not self.end: return {"stop_reason": None, "stop_sequence": None}
     sequence = self.end.stop_reason if isinstance(self.end.stop_reason, str) else None
-    reason = "tool_use" if self.has_calls else "stop_sequence" if sequence else "end_turn"
+    has_calls = any(block.kind == "call" for block in self.blocks)
+    reason = "tool_use" if has_calls else "stop_sequence" if sequence else "end_turn"
     return {"stop_reason": "max_tokens" if self.is_cut else reason, "stop_sequence": sequence}
 
   def first_events(self, output: RequestOutput) -> bytes:
@@ -353,22 +353,18 @@ class ResponsesBuilder(BlockBuilder):
 
   def item(self, block: Block, is_open: bool = False) -> JsonObject:
     """Return an output item. is_open: without its text."""
-    kind, prefix, _ = ITEMS[block.kind]
+    table = ITEMS[block.kind]
     is_cut = self.is_cut and block is self.blocks[-1]
     status = "in_progress" if is_open else "incomplete" if is_cut else "completed"
-    head = {"id": f"{prefix}_{block.id}", "type": kind, "status": status}
-    content = [] if is_open else [self.part(block)]
-    if block.kind == "content": return {**head, "role": "assistant", "content": content}
-    if block.kind == "reasoning": return {**head, "summary": [], "content": content}
-    return {**head, "call_id": f"call_{block.id}", "name": block.name, "arguments": block.text}
+    head = {"id": f"{table['prefix']}_{block.id}", "status": status, **table["fields"]}
+    if block.kind == "call": return {**head, "call_id": f"call_{block.id}", "name": block.name, "arguments": block.text}
+    return {**head, "content": [] if is_open else [self.part(block)]}
 
-  def part(self, block: Block) -> JsonObject:
-    if block.kind == "reasoning": return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+  def part(self, block: Block) -> JsonObject: return {**ITEMS[block.kind]["part"], "text": block.text}
 
   def block_event(self, event_name: str, block: Block, **fields: object) -> bytes:
     """Return an event of a block's text."""
-    place = {"item_id": f"{ITEMS[block.kind][1]}_{block.id}", "output_index": block.index}
+    place = {"item_id": f"{ITEMS[block.kind]['prefix']}_{block.id}", "output_index": block.index}
     if block.kind != "call": place["content_index"] = 0
     if event_name.startswith("output_text"): fields["logprobs"] = []
     return self.event(event_name, **place, **fields)
@@ -378,12 +374,12 @@ class ResponsesBuilder(BlockBuilder):
     return item if block.kind == "call" else item + self.block_event("content_part.added", block, part=self.part(block))
 
   def delta(self, block: Block, text: str) -> bytes:
-    return self.block_event(f"{ITEMS[block.kind][2]}.delta", block, delta=text)
+    return self.block_event(f"{ITEMS[block.kind]['event']}.delta", block, delta=text)
 
   def closing(self, block: Block) -> bytes:
     is_call = block.kind == "call"
     fields = {"arguments": block.text, "name": block.name} if is_call else {"text": block.text}
-    done = self.block_event(f"{ITEMS[block.kind][2]}.done", block, **fields)
+    done = self.block_event(f"{ITEMS[block.kind]['event']}.done", block, **fields)
     if not is_call: done += self.block_event("content_part.done", block, part=self.part(block))
     return done + self.event("output_item.done", output_index=block.index, item=self.item(block))
 

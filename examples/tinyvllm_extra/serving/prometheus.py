@@ -1,6 +1,6 @@
 """Server metrics under vLLM's names: a Prometheus registry and a periodic log line. Engine totals are read at each
 scrape; request times are observed as tokens arrive."""
-import asyncio, bisect, itertools, math, pathlib, time
+import asyncio, bisect, itertools, math, operator, pathlib, time
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, core, registry, utils
@@ -10,7 +10,7 @@ from tinyvllm.engine import Request
 
 LOG_INTERVAL = 10   # seconds between log lines
 # Help texts of metrics, by name in each kind. times: also the events of a finished request, names of RequestMetrics'
-# fields, between which the seconds are observed
+# fields, between which the seconds are observed. sizes: also an attribute of its first Sequence
 TEXTS = read_json(pathlib.Path(__file__).with_suffix(".json"))
 ACCEPTED = "spec_decode_num_accepted_tokens_per_pos"
 SECONDS = [*(digit * 10.0**power for power in range(-3, 4) for digit in (1, 2.5, 5)), math.inf]   # buckets
@@ -26,11 +26,10 @@ class Metrics(registry.Collector):
     self.intervals = dict.fromkeys(SECONDS, 0)   # between tokens: their number by upper limit in seconds
     self.interval_seconds = 0.0   # sum of all intervals
     self.registry = CollectorRegistry()
-    texts = TEXTS["sizes"] | {name: text for name, (text, *_) in TEXTS["times"].items()}
     self.histograms = {name: Histogram(f"tinyvllm:{name}", text, ["model_name"], registry=self.registry,
                                        buckets=SECONDS if name.endswith("seconds") else TOKENS).labels(model_name)
-                       for name, text in texts.items()}
-    self.finished = Counter("tinyvllm:request_success", "Finished sequences, by finish reason",
+                       for name, (text, *_) in (TEXTS["sizes"] | TEXTS["times"]).items()}
+    self.finished = Counter("tinyvllm:request_success", TEXTS["others"]["request_success"],
                             ["model_name", "finished_reason"], registry=self.registry)
     self.registry.register(self)
 
@@ -46,16 +45,15 @@ class Metrics(registry.Collector):
     for kind, metric_class in (("counters", core.CounterMetricFamily), ("gauges", core.GaugeMetricFamily)):
       for name, text in TEXTS[kind].items(): yield family(metric_class, name, text, {(): metrics.get(name, 0)})
     accepted = {(position,): count for position, count in enumerate(metrics.get(ACCEPTED, []))}
-    text = "Draft tokens accepted, by position in the draft"
-    yield family(core.CounterMetricFamily, ACCEPTED, text, accepted, "position")
+    texts = TEXTS["others"]
+    yield family(core.CounterMetricFamily, ACCEPTED, texts[ACCEPTED], accepted, "position")
     config = metrics.get("cache_config", {})
     infos = {(*config.values(),): 1.0} if config else {}
-    yield family(core.GaugeMetricFamily, "cache_config_info", "Options of the KV cache", infos, *config)
+    yield family(core.GaugeMetricFamily, "cache_config_info", texts["cache_config_info"], infos, *config)
     steps = metrics.get("step_sizes", {math.inf: 0})
-    for name, text, counts, total in (
-        ("iteration_tokens_total", "Tokens per step", steps, metrics["step_tokens"]),
-        ("inter_token_latency_seconds", "Seconds between output tokens", self.intervals, self.interval_seconds)):
-      histogram = core.HistogramMetricFamily(f"tinyvllm:{name}", text, labels=["model_name"])
+    for name, counts, total in (("iteration_tokens_total", steps, metrics["step_tokens"]),
+                                ("inter_token_latency_seconds", self.intervals, self.interval_seconds)):
+      histogram = core.HistogramMetricFamily(f"tinyvllm:{name}", texts[name], labels=["model_name"])
       buckets = zip(map(utils.floatToGoString, counts), itertools.accumulate(counts.values()), strict=True)
       histogram.add_metric([self.model_name], [*buckets], total)
       yield histogram
@@ -80,10 +78,8 @@ class Metrics(registry.Collector):
     for name, (_, start, end) in TEXTS["times"].items():
       seconds = getattr(request.metrics, end) - getattr(request.metrics, start)
       if not math.isnan(seconds): self.histograms[name].observe(seconds)   # NaN: an event never happened
-    seq = request.sequences[0]
-    sizes = {"prompt_tokens": seq.num_prompt, "generation_tokens": request.metrics.num_generated,
-             "params_n": len(request.sequences), "params_max_tokens": seq.params.max_tokens or 0}
-    for name, value in sizes.items(): self.histograms[f"request_{name}"].observe(value)
+    for name, (_, attribute) in TEXTS["sizes"].items():
+      self.histograms[name].observe(operator.attrgetter(attribute)(request.sequences[0]))
 
 
 def draft_statistics(metrics: JsonObject) -> str:
