@@ -1,5 +1,5 @@
 """Opens the default device, with the C compiler that a CPU needs: which one is installed, or how to install one."""
-import contextlib, os, platform, shutil, sys
+import contextlib, functools, os, platform, shutil, sys, tempfile
 
 from tinygrad import Device, helpers
 
@@ -53,12 +53,26 @@ def prefer_cpu_backend() -> str:
   return ""
 
 
+@functools.cache
+def check_cache() -> None:
+  """Turn tinygrad's cache off if its folder cannot be written, which would end the start."""
+  folder = tinygrad_patches.cache_folder()
+  if helpers.CACHELEVEL < 1: return
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+  except OSError as e:
+    helpers.CACHELEVEL.value = 0
+    os.environ["CACHELEVEL"] = "0"   # for child processes
+    logger.warning(f"cannot write the kernel cache {folder}: {e.strerror}; each start compiles all kernels")
+
+
 def prepare_device() -> str:
   """Find a C compiler, open the default device and patch tinygrad for it. Return why the default device is not the one
   that tinygrad chooses, or "". Raises RuntimeError with what to install if no device opens."""
   dev, cc = repr(helpers.DEV), find_compiler()
   try:
-    tinygrad_patches.check_cache()
+    check_cache()
     os.environ["CC"] = cc or "echo"   # tinygrad needs a command even if it compiles nothing
     reason = prefer_cpu_backend() if cc else ""
     if cc is None: helpers.DEV.value = f"{repr(helpers.DEV) or Device.DEFAULT};CPU:X86"   # GPUs open a CPU, too

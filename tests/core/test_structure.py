@@ -41,6 +41,7 @@ INTERNAL = {"uop", "_buf", "_copyin", "_copyout", "mstack", "mselect", "unshard"
 # Assignments to tinygrad's state that do not change its behavior
 ALLOWED_ASSIGNMENTS = {
   (f"{EXTRA}.programs", "helpers.DEV.value"),   # selects a renderer for the CPU device, as DEV does
+  (f"{EXTRA}.programs", "helpers.CACHELEVEL.value"),   # turns tinygrad's cache off, as CACHELEVEL does
 }
 
 

@@ -1,18 +1,38 @@
 """Tensors as kernels read them, and kernels for attention and RoPE compared with numpy. A version is "core" (Backend),
-"generic" or "tensor cores". A shape is KV, G, D: K/V heads, query heads per K/V head, and head_dim."""
+"generic", "C" (CPUs) or "tensor cores". A shape is KV, G, D: K/V heads, query heads per K/V head, and head_dim."""
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import pytest
 from helpers.engines import token_rows
 from helpers.reference import quantize_kv, rope_frequencies
-from tinygrad import Tensor
+from tinygrad import Tensor, codegen
 
-from tinyvllm.backend import Backend, cpu_cores
-from tinyvllm_extra.kernels import FastBackend
-from tinyvllm_extra.kernels.tensor_cores import add_query_tiles
+from tinyvllm.backend import Backend, cpu_cores, renderer
+from tinyvllm_extra.kernels import FastBackend, cuda_source
+from tinyvllm_extra.kernels.cuda_source import speaks_c
 from tinyvllm_extra.kernels.matmul import FastLinear
+from tinyvllm_extra.kernels.tensor_cores import add_query_tiles
 from tinyvllm_extra.formats.quantization import Quantized
+
+# Attention for any device, and for this one
+VERSIONS = ["generic", *["C"] * speaks_c()]
+
+# A CPU with each set of instructions, and its flag in /proc/cpuinfo. ivybridge runs the portable form
+CPUS = {"native": "", "icelake-server": "avx512_vnni", "alderlake": "avx_vnni", "haswell": "avx2", "ivybridge": "f16c"}
+INFO = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+each_cpu = pytest.mark.parametrize("cpu", [
+  name for name, flag in CPUS.items() if not flag or re.search(rf"\b{flag}\b", INFO)])
+
+
+def use_cpu(monkeypatch: pytest.MonkeyPatch, cpu: str) -> None:
+  """Compile kernels for one of CPUS."""
+  monkeypatch.setattr(codegen, "to_program_cache", {})
+  if cpu != "native": monkeypatch.setattr(renderer().compiler, "args", [f"-march={cpu}"])
 
 
 def on_device(x: np.ndarray) -> Tensor: return Tensor(np.ascontiguousarray(x)).contiguous().realize()
@@ -35,7 +55,7 @@ def as_stored(version: str, keys: np.ndarray, values: np.ndarray) -> list[np.nda
   if keys.dtype == np.uint8 and (version == "tensor cores" or not cpu_cores()):
     keys, values = [np.ascontiguousarray(x).view(np.uint32) for x in (keys, values)]
   if version == "core": return [keys, values]
-  if version == "generic": return [keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)]
+  if version != "tensor cores": return [keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)]
   width = 32 if keys.dtype == np.float16 else 8
   return [x.reshape(*x.shape[:3], -1, width).transpose(0, 2, 3, 1, 4) for x in (keys, values)]
 
@@ -97,7 +117,8 @@ def check_attention(version: str, sequences: list[tuple[int, int]], shape: tuple
   if "sinks" in options: options["sinks"] = on_device(options["sinks"])
   qkv, *inputs = [on_device(x) for x in (np.pad(qkv, ((0, num_padding), (0, 0))), rope, tokens, table.astype(np.int32))]
   if version == "tensor cores": inputs[1] = add_query_tiles(*inputs[1:]).realize()
-  output = (Backend() if version == "core" else FastBackend()).attend(qkv, caches, *inputs, KV * G, **options)
+  with patch.object(cuda_source, "speaks_c", lambda: version == "C"):
+    output = (Backend() if version == "core" else FastBackend()).attend(qkv, caches, *inputs, KV * G, **options)
   output = output.numpy()[:len(rows)].reshape(q.shape).astype(np.float32)
   np.testing.assert_allclose(output, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
 

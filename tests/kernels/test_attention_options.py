@@ -1,10 +1,10 @@
-"""Attention with scale, window, cap and sinks, compared with numpy: the core's version, the generic kernel, and the
-source for tensor cores (on CUDA, or on the CPU)."""
+"""Attention with scale, window, cap and sinks, compared with numpy: the core's version, the generic kernel, the source
+for CPUs, and the source for tensor cores (on CUDA, or on the CPU)."""
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.kernels import check_attention
+from helpers.kernels import VERSIONS, check_attention
 from helpers.parameters import slow
 from helpers.tensor_cores import TOLERANCE, each_kind, run_on_cpu
 from tinygrad import UOp, dtypes
@@ -44,14 +44,15 @@ def check(version: str, case: str, tolerance: float, **options: Any) -> None:
   *[("decode and a chunk", name) for name in QUICK],
   *slow(*[("decode and a chunk", name) for name in OPTIONS if name not in QUICK]),
   *slow(*[("long chunk", name) for name in QUICK])])
-@pytest.mark.parametrize("version", ["core", "generic"])
+@pytest.mark.parametrize("version", ["core", *VERSIONS])
 def test_attention_with_options_equals_numpy(version, case, name): check(version, case, 2e-5, **OPTIONS[name])
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("case", ["decode and a chunk", *slow("long chunk")])
-def test_generic_attention_with_all_options_reads_int8_and_fp8(case, kind):
-  check("generic", case, 2e-5, kind=kind, **ALL)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_attention_with_all_options_reads_int8_and_fp8(version, case, kind):
+  check(version, case, 2e-5, kind=kind, **ALL)
 
 
 @pytest.mark.parametrize(("case", "name"), TENSOR_CORE_CASES)

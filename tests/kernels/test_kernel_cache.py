@@ -10,7 +10,8 @@ from tinygrad import Tensor, UOp, helpers
 from tinygrad.uop.ops import KernelInfo, Ops
 
 from tinyvllm import LLM, backend
-from tinyvllm_extra.kernels import kernel_cache as kernels, layer_calls as traced_layers, tinygrad_patches
+from tinyvllm_extra import programs
+from tinyvllm_extra.kernels import kernel_cache as kernels, layer_calls as traced_layers
 
 CLANG = "clang", 1, 2   # a compiler: its name, file size and modification time
 
@@ -99,5 +100,5 @@ def test_cache_folder_that_cannot_be_written_costs_one_warning(monkeypatch, capl
   monkeypatch.setattr(helpers, "CACHEDB", "/proc/none/cache.db")
   monkeypatch.setattr(helpers.CACHELEVEL, "value", 2)
   monkeypatch.setenv("CACHELEVEL", "2")
-  tinygrad_patches.check_cache.__wrapped__()
+  programs.check_cache.__wrapped__()
   assert helpers.CACHELEVEL.value == 0 and len(caplog.records) == 1 and "/proc/none" in caplog.text

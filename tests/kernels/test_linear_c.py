@@ -1,27 +1,20 @@
 """Products of linear.c compared with numpy, with each instruction set that this CPU has."""
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 from helpers.engines import ENGINE, greedy, ids_of, prompt, tokens
-from helpers.kernels import on_device
+from helpers.kernels import each_cpu, on_device, use_cpu
 from helpers.models import tiny_model
-from tinygrad import Tensor, codegen, dtypes
-from tinygrad.renderer.cstyle import ClangRenderer
+from tinygrad import Tensor, dtypes
 
 from tinyvllm import LLM
-from tinyvllm.backend import renderer
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.formats.quantization import Quantized, dequantize
+from tinyvllm_extra.kernels.cuda_source import speaks_c
 from tinyvllm_extra.kernels.matmul import FastExperts, FastGateUp, FastLinear
 from tinyvllm_extra.models.quantized import E2M1, E4M3
 from tinyvllm_extra.models.storage_order import reorder
 
-pytestmark = pytest.mark.skipif(not isinstance(renderer(), ClangRenderer), reason="other devices do not compile C")
-# A CPU with each set of instructions, and its flag in /proc/cpuinfo. ivybridge runs the portable form
-CPUS = {"native": "", "icelake-server": "avx512_vnni", "alderlake": "avx_vnni", "haswell": "avx2", "ivybridge": "f16c"}
-INFO = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+pytestmark = pytest.mark.skipif(not speaks_c(), reason="other devices do not compile C")
 K, ROWS = 192, 70   # inputs, rows of x
 
 
@@ -61,17 +54,12 @@ def check(output: np.ndarray, expected: np.ndarray) -> None:
   np.testing.assert_allclose(output, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
 
 
-each_cpu = pytest.mark.parametrize("cpu", [
-  name for name, flag in CPUS.items() if not flag or re.search(rf"\b{flag}\b", INFO)])
-
-
 @each_cpu
 @pytest.mark.parametrize(("kind", "group", "activation"), [
   ("int8", 32, ""), ("int8+f", 64, ""), ("int4+e", 16, ""), ("int4", K, ""), ("int8", 8, ""), ("int4+f", 32, "silu"),
   ("int8", 64, "gelu")])
 def test_products_equal_numpy_and_do_not_depend_on_batch(monkeypatch, cpu, kind, group, activation):
-  monkeypatch.setattr(codegen, "to_program_cache", {})
-  if cpu != "native": monkeypatch.setattr(renderer().compiler, "args", [f"-march={cpu}"])
+  use_cpu(monkeypatch, cpu)
   layer = (FastGateUp if activation else FastLinear)(K, {"w": 160 if activation else 80}, True, dtypes.float32)
   if isinstance(layer, FastGateUp): layer.activation = activation
   w = make_layer(layer, kind, group)
@@ -83,8 +71,7 @@ def test_products_equal_numpy_and_do_not_depend_on_batch(monkeypatch, cpu, kind,
 @each_cpu
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", np.int8, np.uint8, E4M3, E2M1])
 def test_products_of_floats_equal_numpy_and_do_not_depend_on_batch(monkeypatch, cpu, kind):
-  monkeypatch.setattr(codegen, "to_program_cache", {})
-  if cpu != "native": monkeypatch.setattr(renderer().compiler, "args", [f"-march={cpu}"])
+  use_cpu(monkeypatch, cpu)
   layer, rng = FastLinear(K, {"w": 80}, True, dtypes.float32), np.random.default_rng(1)
   layer.bias = on_device(np.linspace(-9, 9, 80, dtype=np.float32))
   if isinstance(kind, str):

@@ -7,7 +7,6 @@ sines. block_tables: (slots, max_blocks) int32. G = H / KV query heads share a K
 models/kv_cache.py."""
 import functools, math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
@@ -16,8 +15,10 @@ from tinygrad.uop.ops import AxisType, Ops
 from tinyvllm.backend import cpu_cores, renderer
 from tinyvllm_extra.models.kv_cache import SMALLEST, dimensions_in, pack, unpack
 
-from .schedule import (LOWEST, ScoreOptions, axes, axis, call, divisor, end, field, fold, kernel_of, lane_axis,
-                       largest, mean, shared_by, unrolled)
+from . import cuda_source
+from .cpu import AVX512
+from .schedule import (LOWEST, ScoreOptions, axes, axis, call, end, field, fold, kernel_of, lane_axis, largest, mean,
+                       unrolled)
 
 
 def rotate_and_write(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, num_heads: int,
@@ -33,8 +34,19 @@ def rotate_and_write(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Ten
 def read(tensors: dict[str, Tensor], options: ScoreOptions) -> Tensor:
   """Attend to the cache. tensors: out and q, (T, KV, G, D), keys, values and scales (int8 only) of the cache, table,
   (slots, max_blocks), tokens, and sinks, (H,), if there are any. Return `out`."""
+  if cuda_source.speaks_c(): return cuda_source.run(functools.partial(launch, options=options), **tensors)[0]
   def run(operands: dict[str, UOp]) -> UOp: return attend_kernel(options, **operands)
   return call(run, **tensors)[0]
+
+
+def launch(operands: dict[str, UOp], options: ScoreOptions) -> cuda_source.Launch:
+  """Return the launch of attention.c."""
+  (T, _, G, D), keys, cores = operands["q"].max_shape, operands["keys"], cpu_cores()
+  block_size = keys.max_shape[3]
+  return cuda_source.Launch(f"attend_{T}", "attention.c", options.definitions(operands) | {
+    "ELEMENT": keys.dtype.name, "half": "_Float16", "BLOCK_SIZE": block_size, "CORES": cores, "TILE": max(1, 48 // G),
+    "STEP": max(1, 64 // block_size) * block_size, "LANES": math.gcd(-(-D // 16) * 16, 64 if AVX512 else 16),
+    "ROWS": 6 if T > 64 else min(G, 6)}, (cores, 1, 1))
 
 
 class HeadWriter:
@@ -60,10 +72,6 @@ class HeadWriter:
     if kv: return self.values[self.block, self.h, self.offset, d]
     return self.keys[self.block, self.h, d, self.offset]
 
-  def highest(self, kv: int) -> UOp:
-    """Return the largest absolute value in the head."""
-    return fold(largest(self.pair(kv, unrolled(self.D // 2, 8, 3 + 2 * kv))), Ops.MAX)
-
   def numbers(self, head: UOp, i: UOp, is_rotated: bool = True) -> Sequence[UOp]:
     """Return the i-th numbers of both halves of a head, with RoPE (Su et al. 2021, arXiv:2104.09864)."""
     a, b = [self.qkv[self.t, head * self.D + d].float() for d in (i, i + self.D // 2)]
@@ -84,7 +92,8 @@ class HeadWriter:
     for kv in range(2):
       pairs = [self.pair(kv, d) for d in self.dimensions]
       for scales in self.scales:
-        scale = self.highest(kv).maximum(SMALLEST) / 127
+        highest = fold(largest(self.pair(kv, unrolled(half_size, 8, 3 + 2 * kv))), Ops.MAX)   # of the head
+        scale = highest.maximum(SMALLEST) / 127
         yield scales[self.block, h, kv, self.offset].store(scale)   # by every lane of the head
         pairs = [[x / scale for x in pair] for pair in pairs]
       for z, half in enumerate(zip(*pairs, strict=True)):
@@ -97,46 +106,25 @@ def rope_kernel(*inputs: UOp, writer: type[HeadWriter] = HeadWriter) -> UOp:
   return kernel_of("rope_and_write", UOp.group(*writer(*inputs).stores()))
 
 
-def tiling(T: int, G: int, D: int, block_size: int) -> tuple[int, int, int]:
-  """Choose how a work group iterates over a context, D positions at a time. Each lane scores a few positions for all G
-  queries, then sums a few dimensions of V, so that lanes share loads.
-  Return positions (and dimensions) per lane, the unroll factor of inner loops, and the number of splits of a token's
-  context (split-KV, for few tokens). GPU values were measured on an H200 (tests/benchmarks/LOG.md)."""
-  if cpu_cores(): return D // math.gcd(D, 16, block_size), 1, 1   # lanes are SIMD
-  width = math.gcd(D, block_size, 4 if T > 64 else 2)
-  limit = 2048 if renderer().tensor_cores else 1024   # 12 bytes each in GroupState; WebGPU has 16 KiB shared memory
-  return width, 64 // width, 1 if T > 64 else max(1, min(256 // D, limit // (G * D)))
-
-
-class GroupState(NamedTuple):
-  """A work group's accumulators of online softmax, in float32 (Dao et al. 2022, arXiv:2205.14135). total, scores,
-  weights: (splits, G, D). highest, weight: (G,)."""
-  total: UOp     # weighted sum of V
-  highest: UOp   # highest score
-  weight: UOp    # sum of the weights
-  scores: UOp    # q . k in this iteration
-  weights: UOp   # exp2(score - highest)
-  iteration: UOp # (1,) int32
-
-  def after(self, *stores: UOp) -> "GroupState":
-    return GroupState(*[x.after(*stores) for x in self])
-
-
 class WorkGroup:
-  """A token, a K/V head, and the axes of the lanes that attend to the token's context. scales: one tensor for int8,
-  else empty. table: block_tables."""
+  """A token, a K/V head, and the axes of the lanes that attend to the token's context, D positions per iteration. Each
+  lane scores `width` positions for all G queries, then sums as many dimensions of V, so that lanes share loads. With
+  few tokens, `splits` parts of a context are attended to in parallel (split-KV). Values for GPUs were measured on an
+  H200 (tests/benchmarks/LOG.md). scales: one tensor for int8, else empty. table: block_tables."""
   def __init__(self, q: UOp, scales: list[UOp], table: UOp, tokens: UOp, block_size: int, options: ScoreOptions):
     self.q, self.scales, self.table, self.block_size, self.options = q, scales, table, block_size, options
     T, KV, G, D = q.max_shape
-    width, self.unroll, self.splits = tiling(T, G, D, block_size)
+    self.D = D
+    width = math.gcd(D, block_size, 4 if T > 64 else 2)
+    limit = 2048 if renderer().tensor_cores else 1024   # 12 bytes each; WebGPU has 16 KiB shared memory
+    self.splits = 1 if T > 64 or cpu_cores() else max(1, min(256 // D, limit // (G * D)))
+    self.unroll = 1 if cpu_cores() else 64 // width   # of inner loops
     self.t, self.h = axes(0, T, KV)
-    self.g = UOp.range(G, 2, AxisType.UPCAST)                       # one of the K/V head's G query heads
+    self.g = UOp.range(G, 2, AxisType.UPCAST)   # one of the K/V head's G query heads
     self.split = axis(self.splits, 3, AxisType.LOCAL)
     lane = UOp.range(D // width, 4, lane_axis()[0])
-    i = axis(width, 12, AxisType.UPCAST)
-    # A lane's positions, or dimensions of V, are first + near
-    self.near = lane if cpu_cores() else i
-    self.first = i * (D // width) if cpu_cores() else lane * width
+    self.near = axis(width, 12, AxisType.UPCAST)
+    self.first = lane * width   # a lane's positions, or dimensions of V, are first + near
     self.own = self.split, self.g, self.first + self.near
     self.position = field(tokens, "position", self.t)
     self.slot = field(tokens, "slot", self.t)
@@ -150,77 +138,74 @@ class WorkGroup:
     block = self.table[self.slot % slots, i].cast(dtypes.weakint) % num_blocks
     return tensor.base.index(((block * KV + self.h) * math.prod(size) + index).valid(is_visible)).load()
 
+  def number(self, kv: int, tensor: UOp, at: UOp, near: UOp | int, d: UOp, is_visible: UOp) -> UOp:
+    """Load the d-th number of K (kv 0) or V (1) of position `at` + near, which is in the block of `at`."""
+    n, offset = dimensions_in(tensor.dtype), at % self.block_size + near
+    index = offset * tensor.shape[3] + d // n if kv else d // n * self.block_size + offset
+    x = unpack(self.load(tensor, at, index, is_visible), d % n, bool(self.scales))
+    for scale in self.scales: x *= self.load(scale, at, kv * self.block_size + offset, is_visible)
+    return x
+
 
 def attend_kernel(options: ScoreOptions, out: UOp, q: UOp, keys: UOp, values: UOp, table: UOp, tokens: UOp,
                   scales: UOp | None = None, sinks: UOp | None = None) -> UOp:
   """Compute causal attention of each token over its own sequence, up to the sequence's length. See read."""
   group = WorkGroup(q, [] if scales is None else [scales], table, tokens, keys.max_shape[3], options)
   mean_value = result(group, accumulate(group, keys, values), [] if sinks is None else [sinks]).cast(out.dtype)
-  threads = divisor(q.shape[0], cpu_cores()) if q.numel() > 2**12 else 1
-  return kernel_of("attend", out[group.t, group.h, *group.own[1:]].store(mean_value), shared_by(threads))
+  return kernel_of("attend", out[group.t, group.h, *group.own[1:]].store(mean_value), ())
 
 
-def accumulate(group: WorkGroup, keys: UOp, values: UOp) -> GroupState:
-  """Attend to the context, D positions per iteration."""
+def accumulate(group: WorkGroup, keys: UOp, values: UOp) -> list[UOp]:
+  """Attend to the context, D positions per iteration. Return the accumulators of online softmax, in float32 (Dao et al.
+  2022, arXiv:2205.14135): the weighted sum of V, (splits, G, D), the highest score and the sum of the weights, (G,),
+  and memory for scores, (splits, G, D)."""
   _, _, G, D = group.q.max_shape
-  size = (group.splits, G, D)
-  scores, weights, total = [UOp.placeholder(size, dtypes.float32, 100 + i, lane_axis()[1]) for i in range(3)]
+  sums, scores, weights = [UOp.placeholder((group.splits, G, D), dtypes.float32, 100 + i, lane_axis()[1])
+                           for i in range(3)]
   highest, weight = [UOp.placeholder((G,), dtypes.float32, 103 + i, AddrSpace.REG) for i in range(2)]
-  iteration = UOp.placeholder((1,), dtypes.int32, 105, AddrSpace.REG)
-  state = GroupState(total, highest, weight, scores, weights, iteration)
-  loop = UOp.loop(5)
-  current = state.after(state.iteration.after(group.t, group.h)[0].store(0), loop)
+  memory = [sums, highest, weight, scores, weights, UOp.placeholder((1,), dtypes.int32, 105, AddrSpace.REG)]
+  loop, start = UOp.loop(5), memory[-1].after(group.t, group.h)[0].store(0)
+  *current, number = [x.after(start, loop) for x in memory]   # number: of the iteration
   # The limit keeps index arithmetic in 32 bits
-  limit = -(-group.table.shape[1] * group.block_size // (group.splits * D))
-  iteration = current.iteration[0].load().cast(dtypes.weakint) % limit
-  stores = add_values(group, add_scores(group, current, keys, iteration), values, iteration)
+  iteration = number[0].load().cast(dtypes.weakint) % -(-group.table.shape[1] * group.block_size // (group.splits * D))
+  stores = [*add(group, current, keys, values, iteration), number[0].store(number[0].load() + 1)]
   next_position = group.start + (iteration + 1) * group.splits * D
-  return state.after(UOp.group(*stores).end(loop, next_position <= group.position))
+  return [x.after(UOp.group(*stores).end(loop, next_position <= group.position)) for x in memory[:4]]
 
 
-def add_scores(group: WorkGroup, state: GroupState, keys: UOp, iteration: UOp) -> GroupState:
-  """Score D positions."""
-  D = group.q.max_shape[3]
-  BS = group.block_size
-  n = dimensions_in(keys.dtype)
-  at = group.start + (iteration * group.splits + group.split) * D + group.first
-  d = unrolled(D, group.unroll, 6)
-  # Load whole blocks; on a CPU without the condition, which clang would turn into branches
-  exists = (at // BS * BS <= group.position) | bool(cpu_cores())
-  element = group.load(keys, at, d // n * BS + at % BS + group.near, exists)
-  k = unpack(element, d % n, bool(group.scales))
-  score = fold(group.q[group.t, group.h, group.g, d].float() * k) * group.options.factor(D)
-  for scale in group.scales: score *= group.load(scale, at, at % BS + group.near, exists)
-  score = group.options.masked(score, group.position, at + group.near)
-  return state._replace(scores=state.scores.after(end(state.scores[group.own].store(score))))
+def score(group: WorkGroup, scores: UOp, keys: UOp, iteration: UOp) -> UOp:
+  """Score D positions. Return `scores` after their store."""
+  at = group.start + (iteration * group.splits + group.split) * group.D + group.first
+  exists = at // group.block_size * group.block_size <= group.position   # load whole blocks
+  d = unrolled(group.D, group.unroll, 6)
+  k = group.number(0, keys, at, group.near, d, exists)
+  x = fold(group.q[group.t, group.h, group.g, d].float() * k) * group.options.factor(group.D)
+  return scores.after(end(scores[group.own].store(group.options.masked(x, group.position, at + group.near))))
 
 
-def add_values(group: WorkGroup, state: GroupState, values: UOp, iteration: UOp) -> list[UOp]:
-  """Return the stores of online softmax: rescale the accumulators, and add the weighted V of the scored positions."""
-  D = group.q.max_shape[3]
-  n = dimensions_in(values.dtype)
+def add(group: WorkGroup, memory: list[UOp], keys: UOp, values: UOp, iteration: UOp) -> list[UOp]:
+  """Return the stores of online softmax: rescale the accumulators, and add the weighted V of D positions."""
   split, g, d = group.own
+  sums, highest, weight, scores, weights = memory
+  scores = score(group, scores, keys, iteration)
   def previous(x, initial): return (iteration < 1).where(initial, x)
-  def add(x, terms): return end(x.store(previous(x * rescale, 0.0) + fold(terms)))
-  highest = previous(state.highest[g], LOWEST).maximum(fold(state.scores[split, g, unrolled(D, 32, 8)], Ops.MAX))
-  rescale = (state.highest[g] - highest).exp2()
-  weights = state.weights.after(end(state.weights[group.own].store((state.scores[group.own] - highest).exp2())))
-  i = unrolled(D, group.unroll, 10)
-  at = group.start + (iteration * group.splits + split) * D + i
-  is_visible = group.options.sees(group.position, at)
-  v = group.load(values, at, at % group.block_size * values.shape[3] + d // n, is_visible)
-  v = unpack(v, d % n, bool(group.scales))
-  for scale in group.scales: v *= group.load(scale, at, group.block_size + at % group.block_size, is_visible)
-  weight = weights[split, g, i]
-  return [add(state.total[group.own], weight * v), add(state.weight[g], weight), end(state.highest[g].store(highest)),
-          state.iteration[0].store(state.iteration[0].load() + 1)]
+  high = previous(highest[g], LOWEST).maximum(fold(scores[split, g, unrolled(group.D, 32, 8)], Ops.MAX))
+  factor = (highest[g] - high).exp2()
+  weights = weights.after(end(weights[group.own].store((scores[group.own] - high).exp2())))
+  i = unrolled(group.D, group.unroll, 10)
+  at = group.start + (iteration * group.splits + split) * group.D + i
+  v = group.number(1, values, at, 0, d, group.options.sees(group.position, at))
+  def add_up(x, terms): return end(x.store(previous(x * factor, 0.0) + fold(terms)))
+  return [add_up(sums[group.own], weights[split, g, i] * v), add_up(weight[g], weights[split, g, i]),
+          end(highest[g].store(high))]
 
 
-def result(group: WorkGroup, state: GroupState, sinks: list[UOp]) -> UOp:
-  """Return the weighted mean of V over all splits."""
-  own = state.total[group.own] / state.weight[group.g]
+def result(group: WorkGroup, memory: list[UOp], sinks: list[UOp]) -> UOp:
+  """Return the weighted mean of V over all splits. memory: see accumulate."""
+  sums, highest, weight, scores = memory
+  own = sums[group.own] / weight[group.g]
   if group.splits == 1 and not sinks: return own
-  log = state.scores[group.own].store(state.highest[group.g] + state.weight[group.g].log2())
-  state = state.after(UOp.group(end(log), end(state.total[group.own].store(own))))
-  values, logs = [[x[i, *group.own[1:]] for i in range(group.splits)] for x in (state.total, state.scores)]
+  log = scores[group.own].store(highest[group.g] + weight[group.g].log2())
+  stored = UOp.group(end(log), end(sums[group.own].store(own)))
+  values, logs = [[x.after(stored)[i, *group.own[1:]] for i in range(group.splits)] for x in (sums, scores)]
   return mean(values, logs, sinks, group.h * group.q.shape[2] + group.g)

@@ -6,6 +6,7 @@ from math import gcd
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes, helpers
+from tinygrad.codegen.opt import Opt, OptOps
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import AxisType
 
@@ -22,7 +23,7 @@ from . import cuda_source, products
 from .buffers import local_ids, new, partial_sums
 from .cpu import SUMS
 from .cuda_source import Launch
-from .schedule import add_up, axis, call, divisor, end, fold, kernel_of, lane_axis, shared_by, unrolled
+from .schedule import add_up, axis, call, divisor, end, fold, kernel_of, lane_axis, unrolled
 
 
 class FastLinear(backend.Linear):
@@ -245,5 +246,5 @@ class FastNorm(backend.Norm):
     column, value = load(AxisType.LOOP, AxisType.UPCAST, 8)
     stores = [store(out, value * scale * weight[column].float(), t, column)]
     if total is not None: stores.append(total[t, column].store(value.cast(total.dtype)))
-    # Less work is finished before another core has started
-    return kernel_of("rms_norm", UOp.group(*stores), shared_by(divisor(T, cpu_cores() * (T * K > 8192))))
+    threads = divisor(T, cpu_cores() * (T * K > 8192))   # less work is finished before another core has started
+    return kernel_of("rms_norm", UOp.group(*stores), (Opt(OptOps.THREAD, 0, threads),) * (threads > 1))

@@ -4,7 +4,7 @@ import dataclasses, functools, math
 from collections.abc import Callable, Sequence
 
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.codegen.opt import Opt, OptOps
+from tinygrad.codegen.opt import Opt
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, sint
 
@@ -52,11 +52,6 @@ def end(store: UOp, *types: AxisType) -> UOp:
 def lane_axis() -> tuple[AxisType, AddrSpace]:
   """Return the axis type of parallel lanes and the memory they share: SIMD and registers on a CPU, else threads."""
   return (AxisType.UPCAST, AddrSpace.REG) if cpu_cores() else (AxisType.LOCAL, AddrSpace.LOCAL)
-
-
-def shared_by(threads: int) -> tuple[Opt, ...]:
-  """Return the optimizations that split a kernel's first axis among `threads` threads, and nothing else."""
-  return (Opt(OptOps.THREAD, 0, threads),) if threads > 1 else ()
 
 
 def field(tokens: UOp, name: str, t: UOp) -> UOp:

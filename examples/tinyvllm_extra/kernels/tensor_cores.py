@@ -5,7 +5,7 @@ A lane loads neighbours in memory. Blocks of K and V: (KV, D / 32, 16, 32) in fl
 import functools, math
 
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.dtype import AddrSpace, DType
+from tinygrad.dtype import DType
 
 from tinyvllm.backend import TOKENS
 from tinyvllm.config import ModelConfig
@@ -14,7 +14,7 @@ from tinyvllm_extra.options import LLMConfig
 
 from . import cuda_source, generic
 from .cuda_source import Launch
-from .schedule import ScoreOptions, axes, kernel_of, largest, mean
+from .schedule import ScoreOptions, axes, kernel_of, mean
 
 BS = 16   # positions in a block
 MAX_DECODE = 64   # tokens of a step for which a work group has all query heads of a token
@@ -131,19 +131,11 @@ def combine_kernel(out: UOp, means: UOp, logs: UOp, *sinks: UOp) -> UOp:
 class LaneWriter(generic.HeadWriter):
   """A HeadWriter whose neighbouring lanes have NEAR neighbouring dimensions of each half of a head."""
   def lane(self) -> tuple[UOp, UOp, list[UOp]]:
-    self.num_lanes = self.D // 2 // NEAR
-    n = self.num_tokens = math.gcd(self.T, TOKENS_OF_GROUP)
+    lanes, count = self.D // 2 // NEAR, math.gcd(self.T, TOKENS_OF_GROUP)
     # Not ranges, which tinygrad splits: neighbouring lanes would be far from each other in memory
-    h, group, lane = map(UOp.special, (self.KV, self.T // n, n * self.num_lanes), ("gidx0", "gidx1", "lidx0"))
-    self.token, self.i = lane // self.num_lanes, lane % self.num_lanes
-    return group * n + self.token, h, [self.i * NEAR + j for j in range(NEAR)]
+    h, group, i = map(UOp.special, (self.KV, self.T // count, count * lanes), ("gidx0", "gidx1", "lidx0"))
+    return group * count + i // lanes, h, [i % lanes * NEAR + j for j in range(NEAR)]
 
   def cell(self, kv: int, d: UOp) -> UOp:
     n = 32 // self.in_element
     return (self.values if kv else self.keys)[self.block, self.h, d // n, self.offset, d % n]
-
-  def highest(self, kv: int) -> UOp:
-    halves = zip(*[self.pair(kv, d) for d in self.dimensions], strict=True)
-    shared = UOp.placeholder((self.num_tokens, self.num_lanes), dtypes.float32, 100 + kv, AddrSpace.LOCAL)
-    shared = shared.after(shared[self.token, self.i].store(largest([x for half in halves for x in half])))
-    return functools.reduce(UOp.maximum, [shared[self.token, j] for j in range(self.num_lanes)])

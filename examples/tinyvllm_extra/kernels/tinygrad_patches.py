@@ -1,6 +1,6 @@
 """All patches of tinygrad itself. `apply` installs them when a device is opened; an import changes nothing. Each patch
 states its reason and when to remove it."""
-import functools, os, pathlib, shutil, tempfile, threading
+import functools, os, pathlib, shutil, threading
 from collections.abc import Callable
 from typing import Any
 
@@ -113,20 +113,6 @@ def compile_machine_code() -> str | None:
 
 
 def cache_folder() -> pathlib.Path: return pathlib.Path(helpers.CACHEDB).parent / "tinyvllm"
-
-
-@functools.cache
-def check_cache() -> None:
-  """Turn tinygrad's cache off if its folder cannot be written, which would end the start. Checked with 0.14.0."""
-  folder = cache_folder()
-  if helpers.CACHELEVEL < 1: return
-  try:
-    folder.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()
-  except OSError as e:
-    helpers.CACHELEVEL.value = 0
-    os.environ["CACHELEVEL"] = "0"   # for child processes
-    logger.warning(f"cannot write the kernel cache {folder}: {e.strerror}; each start compiles all kernels")
 
 
 def keep_kernels_on_disk(compiler: str) -> None:
