@@ -72,14 +72,16 @@ def test_query_tiles_are_consecutive_tokens_of_a_sequence(sizes):
 def test_tensor_cores_selected_only_for_supported_block_and_head_sizes(sources):
   def uses(*sizes, **options): return len(parts(*sizes, **options)[0][0]) == 4
   assert uses(8, 4, 128) and uses(2, 16, 32)
-  assert not any([uses(8, 4, 128, block_size=32), uses(8, 4, 80), uses(1, 17, 64), uses(1, 1, 256),
+  assert not any([uses(8, 4, 128, block_size=32), uses(8, 4, 80), uses(1, 17, 64),
                   uses(8, 4, 128, dtype=dtypes.float32)])
+  assert uses(4, 4, 256) == cuda_source.has_wgmma()
 
 
 @pytest.mark.parametrize(("is_hopper", "limit"), [(False, 99), (True, 227)])   # KiB of a work group
 def test_attention_fits_shared_memory_with_at_least_two_warps(is_hopper, limit, monkeypatch):
   monkeypatch.setattr(cuda_source, "has_wgmma", lambda: is_hopper)
-  for T, KV, G, D, is_bytes in itertools.product((1, 8, 64, 512), (1, 8, 32), (1, 4, 16), (32, 64, 96, 128), (0, 1)):
+  sizes = 32, 64, 96, 128, *[256] * is_hopper
+  for T, KV, G, D, is_bytes in itertools.product((1, 8, 64, 512), (1, 8, 32), (1, 4, 16), sizes, (0, 1)):
     shapes = {"q": (T, KV, G, D), "keys": (9, KV, D // 32, BS, 8 if is_bytes else 32), "table": (65, 64)}
     types = {"q": dtypes.half, "keys": dtypes.uint32 if is_bytes else dtypes.half, "table": dtypes.int}
     operands = {name: UOp.placeholder(shape, types[name], 0) for name, shape in shapes.items()}

@@ -35,8 +35,7 @@ def read(tensors: dict[str, Tensor], options: ScoreOptions) -> Tensor:
   """Attend to the cache. tensors: out and q, (T, KV, G, D), keys, values and scales (int8 only) of the cache, table,
   (slots, max_blocks), tokens, and sinks, (H,), if there are any. Return `out`."""
   if cuda_source.speaks_c(): return cuda_source.run(functools.partial(launch, options=options), **tensors)[0]
-  def run(operands: dict[str, UOp]) -> UOp: return attend_kernel(options, **operands)
-  return call(run, **tensors)[0]
+  return call(lambda operands: attend_kernel(options, **operands), **tensors)[0]
 
 
 def launch(operands: dict[str, UOp], options: ScoreOptions) -> cuda_source.Launch:
@@ -103,7 +102,8 @@ class HeadWriter:
 
 
 def rope_kernel(*inputs: UOp, writer: type[HeadWriter] = HeadWriter) -> UOp:
-  return kernel_of("rope_and_write", UOp.group(*writer(*inputs).stores()))
+  # tinygrad would share sums among lanes
+  return kernel_of("rope_and_write", UOp.group(*writer(*inputs).stores()), None if writer is HeadWriter else ())
 
 
 class WorkGroup:
@@ -113,16 +113,15 @@ class WorkGroup:
   H200 (tests/benchmarks/LOG.md). scales: one tensor for int8, else empty. table: block_tables."""
   def __init__(self, q: UOp, scales: list[UOp], table: UOp, tokens: UOp, block_size: int, options: ScoreOptions):
     self.q, self.scales, self.table, self.block_size, self.options = q, scales, table, block_size, options
-    T, KV, G, D = q.max_shape
-    self.D = D
-    width = math.gcd(D, block_size, 4 if T > 64 else 2)
+    T, KV, G, self.D = q.max_shape
+    width = math.gcd(self.D, block_size, 4 if T > 64 else 2)
     limit = 2048 if renderer().tensor_cores else 1024   # 12 bytes each; WebGPU has 16 KiB shared memory
-    self.splits = 1 if T > 64 or cpu_cores() else max(1, min(256 // D, limit // (G * D)))
+    self.splits = 1 if T > 64 or cpu_cores() else max(1, min(256 // self.D, limit // (G * self.D)))
     self.unroll = 1 if cpu_cores() else 64 // width   # of inner loops
     self.t, self.h = axes(0, T, KV)
     self.g = UOp.range(G, 2, AxisType.UPCAST)   # one of the K/V head's G query heads
     self.split = axis(self.splits, 3, AxisType.LOCAL)
-    lane = UOp.range(D // width, 4, lane_axis()[0])
+    lane = UOp.range(self.D // width, 4, lane_axis()[0])
     self.near = axis(width, 12, AxisType.UPCAST)
     self.first = lane * width   # a lane's positions, or dimensions of V, are first + near
     self.own = self.split, self.g, self.first + self.near
@@ -176,9 +175,8 @@ def accumulate(group: WorkGroup, keys: UOp, values: UOp) -> list[UOp]:
 def score(group: WorkGroup, scores: UOp, keys: UOp, iteration: UOp) -> UOp:
   """Score D positions. Return `scores` after their store."""
   at = group.start + (iteration * group.splits + group.split) * group.D + group.first
-  exists = at // group.block_size * group.block_size <= group.position   # load whole blocks
-  d = unrolled(group.D, group.unroll, 6)
-  k = group.number(0, keys, at, group.near, d, exists)
+  d, first = unrolled(group.D, group.unroll, 6), at // group.block_size * group.block_size
+  k = group.number(0, keys, at, group.near, d, first <= group.position)   # loads whole blocks
   x = fold(group.q[group.t, group.h, group.g, d].float() * k) * group.options.factor(group.D)
   return scores.after(end(scores[group.own].store(group.options.masked(x, group.position, at + group.near))))
 

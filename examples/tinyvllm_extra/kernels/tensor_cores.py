@@ -33,7 +33,8 @@ def kv_layout(model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple
   layout = kv_cache.kv_layout(model, config, dtype)
   element = layout[0][1]
   heads, D = model.num_key_value_heads, model.head_dim
-  fits_model = config.block_size == BS and D in (32, 64, 96, 128) and model.num_attention_heads <= 16 * heads
+  fits_size = D in (32, 64, 96, 128) or D == 256 and cuda_source.has_wgmma()   # else too little shared memory
+  fits_model = config.block_size == BS and fits_size and model.num_attention_heads <= 16 * heads
   # tinygrad does not combine bfloat16 loads
   if not fits_model or dtype != dtypes.half or not cuda_source.has_mma(dtype): return layout
   n = 1 if dtype == element else 4   # dimensions per element
@@ -103,7 +104,8 @@ def launch_attention(operands: dict[str, UOp], options: ScoreOptions, splits: in
   # Shared memory has two stages of K and V, then the results of each warp
   limit = (SHARED_BYTES << cuda_source.has_wgmma()) // max(2 * block_bytes, G * (D + 1) * 4)
   warps = min(16, max(2, DECODE_WARPS // (num_decodes * KV)), limit)
-  tile, warps, rows = (tile_size(T), 4, tile_size(T) // 4) if is_prefill else (1, warps, G)   # rows of a warp
+  tile_warps = 4 if D <= 128 else tile_size(T) // 16   # with 16 rows of 256 numbers, a warp's registers are full
+  tile, warps, rows = (tile_size(T), tile_warps, tile_size(T) // tile_warps) if is_prefill else (1, warps, G)
   definitions = options.definitions(operands) | {
     "TYPE": f'"{cuda_source.TYPES[operands["q"].dtype]}"', "WARPS": warps, "M": max(1, rows // 16), "SPLITS": splits,
     "IS_PREFILL": int(is_prefill), "IS_BYTES": int(is_bytes), "TILE": tile, "HAS_TILES": int(T > MAX_DECODE),

@@ -17,6 +17,7 @@ from .experts import MixtureLayer
 from .layers import Plain, VariantConfig, VariantLayer
 
 SLOT, POSITION = [[*TOKENS.formats].index(name) for name in ("slot", "position")]
+WIDTH, PARTS, GROUPS = 8, 8, 64   # on a GPU, see TokenLoop (measured on an H200)
 COPIED = 2**16   # numbers of each layer that a copy moves together, at least one row
 
 
@@ -76,12 +77,12 @@ class StatePool:
 
 
 def input_before(x: UOp, state: UOp, tokens: UOp, t: UOp, h: UOp, back: int, columns: int) -> UOp:
-  """Return channel h of a convolution's input `back` tokens before token t of the same sequence: of x, (T, channels),
-  or of a state, which begins with (columns, channels); 0 before the first token. tokens: (words, T)."""
+  """Return channel h of a convolution's input `back` tokens before token t of the same sequence: of x, (T, channels or
+  more), or of a state, which begins with (columns, channels); 0 before the first token. tokens: (words, T)."""
   def is_same(n: int) -> UOp: return (t >= n) & tokens[SLOT, (t - n).maximum(0)].load().eq(tokens[SLOT, t].load())
   earlier = sum([is_same(n).cast(dtypes.weakint) for n in range(1, columns + 1)], UOp.const(0))   # in this step
   own = x.base.index(((t - back).maximum(0) * x.max_shape[1] + h).valid(is_same(back))).load().float()
-  at = row_start(state, tokens, t) + (columns - back + earlier) % columns * x.max_shape[1] + h
+  at = row_start(state, tokens, t) + (columns - back + earlier) % columns * (h.vmax + 1) + h
   stored = state.base.index(at.valid(earlier < back)).load()
   return (tokens[POSITION, t].load() >= back).where((earlier >= back).where(own, stored), 0.0)
 
@@ -115,69 +116,99 @@ def keep_kernel(out: UOp, x: UOp, state: UOp, tokens: UOp, columns: int) -> UOp:
 
 
 def causal_conv(x: Tensor, state: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
-  """Return the convolution of each channel over a sequence's tokens, (T, channels), and update the states in place."""
-  out = Tensor.empty(*x.shape, dtype=x.dtype).custom_kernel(x, state, weight, tokens, fxn=conv_kernel)[0]
+  """Return the convolution of each channel over a sequence's tokens, (T, channels), and update the states in place. x:
+  (T, channels or more)."""
+  out = Tensor.empty(len(x), weight.shape[0], dtype=x.dtype).custom_kernel(x, state, weight, tokens, fxn=conv_kernel)[0]
   return out.custom_kernel(x, state, tokens, fxn=functools.partial(keep_kernel, columns=weight.max_shape[2] - 1))[0]
 
 
 class TokenLoop:
-  """The lanes of a kernel that computes each sequence's tokens in turn. A lane computes one of `count` columns. On a
-  GPU it starts at a sequence's first token, on a CPU it computes all sequences. width: neighbouring lanes, at most.
+  """The lanes of a kernel that computes each sequence's tokens in turn. A row of `state`, (rows, ...), ends in `count`
+  columns of `size` numbers, in tiles of columns. A CPU's lane has a column, and computes all sequences. On a GPU, PARTS
+  lanes share a column, so that their numbers fit in registers, and a work group computes the sequences that begin in
+  its part of the tokens. tokens: (words, T).
 
-  now: the lane's token. starts: whether the lane computes any. column: tile * width + lane."""
-  def __init__(self, tokens: UOp, count: int, width: int):
-    is_cpu, self.T = cpu_cores() > 0, tokens.max_shape[1]
-    self.width = math.gcd(width, 16 if is_cpu else 64)
+  now: the lane's token. exists: whether it computes any. column: the lane's. part: which `own` numbers of it."""
+  def __init__(self, tokens: UOp, state: UOp, count: int, size: int):
+    is_cpu, T = cpu_cores() > 0, tokens.max_shape[1]
+    self.width, self.parts, groups = (16, 1, 1) if is_cpu else (WIDTH, math.gcd(size, PARTS), math.gcd(T, GROUPS))
+    self.width, self.own, self.T, self.count = math.gcd(count, self.width), size // self.parts, T, count
     cores = math.gcd(count // self.width, cpu_cores())   # on a GPU as many as there are tiles
-    t, rest = [UOp.range(n, i) for i, n in enumerate((1 if is_cpu else self.T, count // self.width // cores))]
-    core = UOp.range(cores, 2, AxisType.THREAD if is_cpu else AxisType.WEAK)
-    self.lane = UOp.range(self.width, 3, AxisType.UPCAST if is_cpu else AxisType.LOCAL)
-    self.axes = t, rest, core
-    self.tile = core * (count // self.width // cores) + rest
-    self.column = self.tile * self.width + self.lane
-    self.loop = UOp.loop(4)
-    token = UOp.placeholder((1,), dtypes.int32, 100, AddrSpace.REG)
-    self.token = token.after(token.after(*self.axes)[0].store(t.cast(dtypes.int32)), self.loop)[0]
-    self.now = self.token.load().cast(dtypes.weakint) % self.T
-    def slot(t: UOp) -> UOp: return tokens[SLOT, t.maximum(0).minimum(self.T - 1)].load()
-    self.starts = (t < 1) | slot(t - 1).ne(slot(t))
-    self.goes_on = self.starts & (self.now < self.T - 1) & (slot(self.now + 1).eq(slot(self.now)) | is_cpu)
+    axes = [UOp.range(n, i, AxisType.THREAD if is_cpu and i == 2 else AxisType.WEAK) for i, n in enumerate(
+      (groups, count // self.width // cores, cores))]
+    lanes = UOp.range(self.width * self.parts, 3, AxisType.UPCAST if is_cpu else AxisType.LOCAL)
+    self.vector, self.axes = [lanes] * is_cpu, [lanes] * (not is_cpu) + axes
+    # A quotient would split the axis of a CPU's lanes
+    self.lane, self.part = (lanes, UOp.const(0)) if is_cpu else (lanes % self.width, lanes // self.width)
+    self.column = (axes[2] * (count // self.width // cores) + axes[1]) * self.width + self.lane
+    self.begin = UOp.loop(4) if is_cpu else UOp.range(T // groups, 4, AxisType.LOOP)   # around a sequence
+    token, self.loop = UOp.placeholder((1,), dtypes.int32, 100, AddrSpace.REG), UOp.loop(5)   # around a token
+    t = UOp.const(0) if is_cpu else axes[0] * (T // groups) + self.begin
+    self.token = token.after(token.after(*axes, t)[0].store(t.cast(dtypes.int32)), self.begin)
+    first, self.now = [x[0].load().cast(dtypes.weakint) % T for x in (self.token, self.token.after(self.loop))]
+    def is_new(t: UOp) -> UOp:   # whether a sequence begins at token t
+      return (t < 1) | tokens[SLOT, (t - 1).maximum(0)].load().ne(tokens[SLOT, t.minimum(T - 1)].load())
+    self.exists = is_new(first)
+    self.goes_on = self.exists & (self.now < T - 1) & is_new(self.now + 1).logical_not()
+    tile = row_start(state, tokens, first) + state.max_shape[1] - count * size + (self.column - self.lane) * size
+    self.state, self.at = state.base, tile + self.part * self.width + self.lane   # of the first number
+    i, shape = self.each(8, 1), (self.own, self.width if is_cpu else 1)
+    memory = UOp.placeholder(shape, dtypes.float32, 101, AddrSpace.REG)
+    stored = self.stored(i, self.exists & (tokens[POSITION, first].load() > 0)).load()   # 0 before the first token
+    self.memory = memory.after(self.cell(memory.after(self.begin), i).store(stored).end(*self.vector, *i.ranges))
 
-  def kernel(self, name: str, *stores: UOp) -> UOp:
-    """Return the kernel. stores: of a token's results."""
-    body = UOp.group(*stores, self.token.store(self.token.load() + 1)).end(self.loop, self.goes_on)
-    return body.end(*self.axes).sink(arg=KernelInfo(name=name, opts_to_apply=()))
+  def each(self, first: int, unroll: int, types: tuple = (AxisType.LOOP, AxisType.UPCAST)) -> UOp:
+    """Return the index of one of the lane's numbers, with axes `first` and the next one: a loop around `unroll`,
+    on a GPU all."""
+    unroll = math.gcd(self.own, unroll) if self.vector else self.own
+    around, unrolled = [UOp.range(n, first + i, types[i]) for i, n in enumerate((self.own // unroll, unroll))]
+    return around * unroll + unrolled
 
+  def stored(self, i: UOp, is_needed: UOp) -> UOp:
+    return self.state.index((self.at + i * self.parts * self.width).valid(is_needed))
 
-def total(count: int, a: Callable[[UOp], UOp], b: Callable[[UOp], UOp]) -> UOp:
-  """Return the sum of a(i) * b(i) for i below `count`. All sums of a token share a loop."""
-  unroll = math.gcd(count, 4)
-  i = UOp.range(count // unroll, 5, AxisType.REDUCE) * unroll + UOp.range(unroll, 6, AxisType.UNROLL)
-  return (a(i) * b(i)).reduce(*i.ranges, arg=Ops.ADD)
+  # The lane's i-th number in registers, and as the token before left it
+  def cell(self, memory: UOp, i: UOp) -> UOp: return memory[i, self.lane if self.vector else 0]
+  def number(self, i: UOp) -> UOp: return self.cell(self.memory.after(self.loop), i).load()
+
+  def totals(self, *products: Callable[[UOp], UOp]) -> list[UOp]:
+    """Return sums over a column. products: of the lane's i-th number. All sums share a loop."""
+    i = self.each(6, 4, (AxisType.REDUCE, AxisType.UNROLL))
+    sums = [x(i).reduce(*i.ranges, arg=Ops.ADD) for x in products]
+    if self.parts == 1: return sums
+    shared = UOp.placeholder((len(sums), self.width, self.parts), dtypes.float32, 102, AddrSpace.LOCAL)
+    shared = shared.after(UOp.group(*[shared[n, self.lane, self.part].store(x) for n, x in enumerate(sums)]))
+    return [sum([shared[n, self.lane, part].load() for part in range(self.parts)], UOp.const(0.0))
+            for n in range(len(sums))]
+
+  def kernel(self, name: str, change: Callable[[UOp], UOp], store: UOp) -> UOp:
+    """Return the kernel. change: a token's new i-th number. store: of its results."""
+    i, j = self.each(10, 16), self.each(12, 1)   # clang would vectorize shorter iterations with gathers
+    update = self.cell(self.memory.after(self.loop), i).store(change(i)).end(*self.vector, *i.ranges)
+    count = self.token.after(self.loop)[0].store((self.now + 1).cast(dtypes.int32))
+    end = UOp.group(update, store.end(*self.vector), count).end(self.loop, self.goes_on)
+    last = self.cell(self.memory.after(end), j).load()
+    result = self.stored(j, self.exists).store(last).end(*self.vector, *j.ranges)
+    goes_on = [self.token.after(result)[0].load() < self.T] * len(self.vector)
+    return result.end(self.begin, *goes_on).end(*self.axes).sink(arg=KernelInfo(name=name, opts_to_apply=()))
 
 
 def delta_kernel(out: UOp, state: UOp, x: UOp, gates: UOp, tokens: UOp, K: int, groups: int) -> UOp:
   """Apply the gated delta rule (Yang et al. 2024, arXiv:2412.06464): S *= decay, S += k (v - k S) beta, out = q S. out:
-  (T, heads, V). state: (rows, ...), a row ends in S of each head, (heads, K, V), in tiles of columns. x: (T, ...), q
-  and k of key heads, then v. gates: (2, T, heads), decay and beta. tokens: (words, T). groups: of heads. Each has the
-  next key head, and after the last one the first."""
-  heads, V = out.max_shape[1:]
-  loop = TokenLoop(tokens, heads * V, V)
-  h, size = loop.column // V, x.max_shape[1] - heads * V   # size: of q and k
-  j = UOp.range(K, 7, AxisType.LOOP)
-  def q(i: UOp, at: int = 0) -> UOp: return x[loop.now, at + h * groups // heads * K % (size // 2) + i].load().float()
+  (T, heads, V). state: see TokenLoop, ends in S of each head, (heads, K, V). x: (T, ...), q and k of key heads, then v.
+  gates: (4, T, heads), decay, beta, and factors that give q and k unit length. tokens: (words, T). groups: of heads.
+  Each has the next key head, and after the last one the first."""
+  loop = TokenLoop(tokens, state, math.prod(out.max_shape[1:]), K)
+  h, size = loop.column // out.max_shape[2], x.max_shape[1] - loop.count   # size: of q and k
+  def q(i: UOp, at: int = 0) -> UOp:
+    return x[loop.now, at + h * groups // out.max_shape[1] * K % (size // 2) + loop.part * loop.own + i].load().float()
   def k(i: UOp) -> UOp: return q(i, size // 2)
-  def cell(i: UOp) -> UOp:   # row i of S, in the lane's column
-    at = (loop.tile * K + i) * loop.width + loop.lane + state.max_shape[1] - heads * K * V
-    return state.base.after(loop.loop).index((row_start(state, tokens, loop.now) + at).valid(loop.starts))
-  def decayed(i: UOp) -> UOp:
-    return (tokens[POSITION, loop.now].load() < 1).where(0.0, cell(i).load() * gates[0, loop.now, h].load())
-  to_unit = [(total(K, y, y) + 1e-6).rsqrt() for y in (q, k)]   # factors
-  delta = x[loop.now, size + loop.column].load().float() - total(K, k, decayed) * to_unit[1]
-  delta = delta * gates[1, loop.now, h].load() * to_unit[1]
-  value = (total(K, q, decayed) + total(K, q, k) * delta) * to_unit[0] * K**-0.5
-  return loop.kernel("delta_rule", cell(j).store(decayed(j) + k(j) * delta).end(loop.lane, j), out.base.index(
-    (loop.now * heads * V + loop.column).valid(loop.starts)).store(value).end(loop.lane))
+  kS, qS, qk = loop.totals(lambda i: k(i) * loop.number(i), lambda i: q(i) * loop.number(i), lambda i: q(i) * k(i))
+  decay, beta, *units = [gates[i, loop.now, h].load() for i in range(4)]
+  delta = (x[loop.now, size + loop.column].load().float() - kS * decay * units[1]) * beta * units[1]
+  store = out.base.index((loop.now * loop.count + loop.column).valid(loop.exists)).store(
+    (qS * decay + qk * delta) * units[0] * K**-0.5)
+  return loop.kernel("delta_rule", lambda i: loop.number(i) * decay + k(i) * delta, store)
 
 
 class HybridLayer(VariantLayer):
@@ -219,13 +250,17 @@ class DeltaRuleLayer(HybridLayer):
   def mix(self, h: Tensor, state: Tensor, tokens: Tensor) -> Tensor:
     """Return RMSNorm(S q) * silu(z), see delta_kernel."""
     (K, size), (heads, groups) = self.config.matrices, self.config.heads
-    x, z = self.in_proj(h).split([self.config.channels, size], 1)
-    x = causal_conv(x.contiguous(), state, self.conv.weight, tokens).silu().contiguous()   # (T, channels)
+    xz = self.in_proj(h)                                                # (T, channels + size)
+    x = causal_conv(xz, state, self.conv.weight, tokens).silu().contiguous()   # (T, channels)
     b, a = self.in_proj_ba(h, dtype=dtypes.float32).chunk(2, 1)         # (T, heads) each
-    gates = (-self.a_log.weight.exp() * (a + self.dt_bias.weight).softplus()).exp().stack(b.sigmoid()).contiguous()
+    decay = (-self.a_log.weight.exp() * (a + self.dt_bias.weight).softplus()).exp()
+    qk = x[:, :-size].unflatten(1, (2, -1, K)).float()                  # (T, 2, key heads, K)
+    units = (qk.square().sum(3) + 1e-6).rsqrt().contiguous().repeat(1, 1, groups // int(qk.shape[2]))
+    units = units.repeat_interleave(heads // groups, 2).permute(1, 0, 2)   # (2, T, heads)
+    gates = decay.stack(b.sigmoid()).cat(units).contiguous()
     out = Tensor.empty(h.shape[0], heads, size // heads, dtype=dtypes.float32).custom_kernel(
       state, x, gates, tokens, fxn=functools.partial(delta_kernel, K=K, groups=groups))[0]
-    return self.gated_norm(out).flatten(1) * z.float().silu()
+    return self.gated_norm(out).flatten(1) * xz[:, -size:].float().silu()
 
 
 class DeltaRuleMixtureLayer(DeltaRuleLayer, MixtureLayer):
