@@ -147,7 +147,7 @@ class FewGraphs(PaddedGraphs):
     num_kernels = KernelFolder.compiled
     stored = restore(runner, graph, key) if is_new else None
     results = graph()
-    if stored: stored.save(graph.captured)
+    if stored and graph.captured: stored.save(graph.captured)   # not with tinygrad's JIT=0
     if is_new and graph.cnt > 1:   # not captured if eager
       self.captured.add((runner, key))
       Device.default.synchronize()

@@ -158,8 +158,8 @@ class TokenLoop:
     self.memory = memory.after(self.cell(memory.after(self.begin), i).store(stored).end(*self.vector, *i.ranges))
 
   def each(self, first: int, unroll: int, types: tuple = (AxisType.LOOP, AxisType.UPCAST)) -> UOp:
-    """Return the index of one of the lane's numbers, with axes `first` and the next one: a loop around `unroll`,
-    on a GPU all."""
+    """Return the index of one of the lane's numbers, with axes `first` and the next one: a loop whose iteration has
+    `unroll` of them, or on a GPU all."""
     unroll = math.gcd(self.own, unroll) if self.vector else self.own
     around, unrolled = [UOp.range(n, first + i, types[i]) for i, n in enumerate((self.own // unroll, unroll))]
     return around * unroll + unrolled
@@ -183,7 +183,7 @@ class TokenLoop:
 
   def kernel(self, name: str, change: Callable[[UOp], UOp], store: UOp) -> UOp:
     """Return the kernel. change: a token's new i-th number. store: of its results."""
-    i, j = self.each(10, 16), self.each(12, 1)   # clang would vectorize shorter iterations with gathers
+    i, j = self.each(10, 16), self.each(12, 1)   # clang would vectorize a loop of less, with gathers
     update = self.cell(self.memory.after(self.loop), i).store(change(i)).end(*self.vector, *i.ranges)
     count = self.token.after(self.loop)[0].store((self.now + 1).cast(dtypes.int32))
     end = UOp.group(update, store.end(*self.vector), count).end(self.loop, self.goes_on)
