@@ -2,7 +2,7 @@
 
 python examples/trace_player.py [FILE.png]
 
-Six requests, of which three have a common beginning, run in a pool of 40 blocks. Needs `pip install playwright`."""
+Six requests, three of them with a common beginning, run in a pool of 40 blocks. Needs `pip install playwright`."""
 import pathlib, shutil, sys, tempfile, zlib
 from collections.abc import Iterator
 

@@ -15,8 +15,8 @@ from .options import SAMPLING_DEFAULTS, LLMConfig, check_no_lora, document, setu
 from .pooling import embeddings
 from .sampling import beam_search, logits, speculation
 from .sampling.params import SamplingParams
-from .text.huggingface import ChatTokenizer
 from .serving import engine_metrics
+from .text.huggingface import ChatTokenizer
 from .trace import observer
 from .vllm_options import NO_EFFECT, read_options
 

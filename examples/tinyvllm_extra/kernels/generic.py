@@ -102,7 +102,7 @@ class HeadWriter:
 
 
 def rope_kernel(*inputs: UOp, writer: type[HeadWriter] = HeadWriter) -> UOp:
-  # tinygrad would share sums among lanes
+  # A LaneWriter's kernel is complete: tinygrad's heuristics would share its sums among lanes of different heads
   return kernel_of("rope_and_write", UOp.group(*writer(*inputs).stores()), None if writer is HeadWriter else ())
 
 
@@ -115,7 +115,7 @@ class WorkGroup:
     self.q, self.scales, self.table, self.block_size, self.options = q, scales, table, block_size, options
     T, KV, G, self.D = q.max_shape
     width = math.gcd(self.D, block_size, 4 if T > 64 else 2)
-    limit = 2048 if renderer().tensor_cores else 1024   # 12 bytes each; WebGPU has 16 KiB shared memory
+    limit = 2048 if renderer().tensor_cores else 1024   # 12 bytes per dimension; WebGPU has 16 KiB shared memory
     self.splits = 1 if T > 64 or cpu_cores() else max(1, min(256 // self.D, limit // (G * self.D)))
     self.unroll = 1 if cpu_cores() else 64 // width   # of inner loops
     self.t, self.h = axes(0, T, KV)
@@ -167,12 +167,12 @@ def accumulate(group: WorkGroup, keys: UOp, values: UOp) -> list[UOp]:
   *current, number = [x.after(start, loop) for x in memory]   # number: of the iteration
   # The limit keeps index arithmetic in 32 bits
   iteration = number[0].load().cast(dtypes.weakint) % -(-group.table.shape[1] * group.block_size // (group.splits * D))
-  stores = [*add(group, current, keys, values, iteration), number[0].store(number[0].load() + 1)]
+  stores = [*add_values(group, current, keys, values, iteration), number[0].store(number[0].load() + 1)]
   next_position = group.start + (iteration + 1) * group.splits * D
   return [x.after(UOp.group(*stores).end(loop, next_position <= group.position)) for x in memory[:4]]
 
 
-def score(group: WorkGroup, scores: UOp, keys: UOp, iteration: UOp) -> UOp:
+def add_scores(group: WorkGroup, scores: UOp, keys: UOp, iteration: UOp) -> UOp:
   """Score D positions. Return `scores` after their store."""
   at = group.start + (iteration * group.splits + group.split) * group.D + group.first
   d, first = unrolled(group.D, group.unroll, 6), at // group.block_size * group.block_size
@@ -181,11 +181,11 @@ def score(group: WorkGroup, scores: UOp, keys: UOp, iteration: UOp) -> UOp:
   return scores.after(end(scores[group.own].store(group.options.masked(x, group.position, at + group.near))))
 
 
-def add(group: WorkGroup, memory: list[UOp], keys: UOp, values: UOp, iteration: UOp) -> list[UOp]:
+def add_values(group: WorkGroup, memory: list[UOp], keys: UOp, values: UOp, iteration: UOp) -> list[UOp]:
   """Return the stores of online softmax: rescale the accumulators, and add the weighted V of D positions."""
   split, g, d = group.own
   sums, highest, weight, scores, weights = memory
-  scores = score(group, scores, keys, iteration)
+  scores = add_scores(group, scores, keys, iteration)
   def previous(x, initial): return (iteration < 1).where(initial, x)
   high = previous(highest[g], LOWEST).maximum(fold(scores[split, g, unrolled(group.D, 32, 8)], Ops.MAX))
   factor = (highest[g] - high).exp2()
@@ -193,8 +193,8 @@ def add(group: WorkGroup, memory: list[UOp], keys: UOp, values: UOp, iteration: 
   i = unrolled(group.D, group.unroll, 10)
   at = group.start + (iteration * group.splits + split) * group.D + i
   v = group.number(1, values, at, 0, d, group.options.sees(group.position, at))
-  def add_up(x, terms): return end(x.store(previous(x * factor, 0.0) + fold(terms)))
-  return [add_up(sums[group.own], weights[split, g, i] * v), add_up(weight[g], weights[split, g, i]),
+  def add(x, terms): return end(x.store(previous(x * factor, 0.0) + fold(terms)))
+  return [add(sums[group.own], weights[split, g, i] * v), add(weight[g], weights[split, g, i]),
           end(highest[g].store(high))]
 
 

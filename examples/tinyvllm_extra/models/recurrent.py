@@ -128,7 +128,7 @@ class TokenLoop:
   lanes share a column, so that their numbers fit in registers, and a work group computes the sequences that begin in
   its part of the tokens. tokens: (words, T).
 
-  now: the lane's token. exists: whether it computes any. column: the lane's. part: which `own` numbers of it."""
+  now: the token. exists: whether the lane computes any. column: the lane's; it has the part-th `own` numbers."""
   def __init__(self, tokens: UOp, state: UOp, count: int, size: int):
     is_cpu, T = cpu_cores() > 0, tokens.max_shape[1]
     self.width, self.parts, groups = (16, 1, 1) if is_cpu else (WIDTH, math.gcd(size, PARTS), math.gcd(T, GROUPS))
@@ -151,15 +151,15 @@ class TokenLoop:
     self.exists = is_new(first)
     self.goes_on = self.exists & (self.now < T - 1) & is_new(self.now + 1).logical_not()
     tile = row_start(state, tokens, first) + state.max_shape[1] - count * size + (self.column - self.lane) * size
-    self.state, self.at = state.base, tile + self.part * self.width + self.lane   # of the first number
+    self.state, self.at = state.base, tile + self.part * self.width + self.lane   # at: of the lane's first number
     i, shape = self.each(8, 1), (self.own, self.width if is_cpu else 1)
     memory = UOp.placeholder(shape, dtypes.float32, 101, AddrSpace.REG)
     stored = self.stored(i, self.exists & (tokens[POSITION, first].load() > 0)).load()   # 0 before the first token
     self.memory = memory.after(self.cell(memory.after(self.begin), i).store(stored).end(*self.vector, *i.ranges))
 
   def each(self, first: int, unroll: int, types: tuple = (AxisType.LOOP, AxisType.UPCAST)) -> UOp:
-    """Return the index of one of the lane's numbers, with axes `first` and the next one: a loop whose iteration has
-    `unroll` of them, or on a GPU all."""
+    """Return the index of one of the lane's numbers, with axes `first` and the next one: a loop with `unroll`
+    numbers per iteration, or all of them on a GPU."""
     unroll = math.gcd(self.own, unroll) if self.vector else self.own
     around, unrolled = [UOp.range(n, first + i, types[i]) for i, n in enumerate((self.own // unroll, unroll))]
     return around * unroll + unrolled
@@ -182,8 +182,8 @@ class TokenLoop:
             for n in range(len(sums))]
 
   def kernel(self, name: str, change: Callable[[UOp], UOp], store: UOp) -> UOp:
-    """Return the kernel. change: a token's new i-th number. store: of its results."""
-    i, j = self.each(10, 16), self.each(12, 1)   # clang would vectorize a loop of less, with gathers
+    """Return the kernel. change: returns the lane's i-th number after a token. store: of the token's results."""
+    i, j = self.each(10, 16), self.each(12, 1)   # with fewer than 16, clang vectorizes with gathers
     update = self.cell(self.memory.after(self.loop), i).store(change(i)).end(*self.vector, *i.ranges)
     count = self.token.after(self.loop)[0].store((self.now + 1).cast(dtypes.int32))
     end = UOp.group(update, store.end(*self.vector), count).end(self.loop, self.goes_on)
