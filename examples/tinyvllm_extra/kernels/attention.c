@@ -27,7 +27,7 @@ static inline __attribute__((always_inline)) void multiply(int rows, float *to, 
 // The tile's row r in q and out
 #define ROW(r) ((((t + (r) / G) * KV + h) * G + (r) % G) * D)
 
-void NAME(ARGUMENTS, int core_id) {
+__attribute__((min_vector_width(512))) void NAME(ARGUMENTS, int core_id) {
   const int *slots = tokens + SLOT * T, *positions = tokens + POSITION * T;
   float query[MAX_ROWS * D], scores[MAX_ROWS * WIDTH(STEP)], total[MAX_ROWS * WIDTH(D)];
   float k[D][WIDTH(STEP)], v[STEP][WIDTH(D)], sums[MAX_ROWS], highest[MAX_ROWS], factors[MAX_ROWS];

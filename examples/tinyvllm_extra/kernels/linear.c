@@ -1,8 +1,9 @@
 // out = x @ W.T + bias on a CPU. IS_INT: int8 products for W in int8 or int4 (models/storage_order.py, `pack_words`),
 // else products of floats. A core first copies a block of rows of x or, for IS_INT, quantizes it to int8, in groups of
-// X_GROUP inputs with a scale each: their integer sums are exact. DOT multiplies 4 inputs of LANES outputs, W's
-// unsigned and x's signed, and adds them to int32 sums. Inline assembly needs no headers, and no builtins that differ
-// by version. A sum begins at START times the sum of x: W holds q + 128.
+// X_GROUP inputs with a scale each: their integer sums are exact. Then it multiplies all rows by DEPTH inputs of a few
+// outputs, so that its first-level cache holds both; floats of W are first decoded to a panel. DOT multiplies 4 inputs
+// of LANES outputs, W's unsigned and x's signed, and adds them to int32 sums. Inline assembly needs no headers, and no
+// builtins that differ by version. A sum begins at START times the sum of x: W holds q + 128.
 #define START (BITS == 8 ? -128 : 0)
 #if defined(__AVX512VNNI__) || defined(__AVX512F__) && !IS_INT
 #define LANES 16
@@ -31,43 +32,51 @@ typedef SCALE scale_lanes __attribute__((vector_size(LANES * sizeof(SCALE)), ali
 typedef OFFSET offset_lanes __attribute__((vector_size(LANES * sizeof(OFFSET)), aligned(sizeof(OFFSET))));
 typedef short i16 __attribute__((vector_size(LANES * 4)));
 #define EACH(i, count) _Pragma("clang loop unroll(full)") for (int i = 0; i < count; i++)
+#define VECTORS __attribute__((min_vector_width(LANES * 32)))   // else clang splits those of 512 bits
 #define FLOATS(type, p) __builtin_convertvector(*(const type *)(p), f32)
 // Rows of x and vectors of outputs whose sums fill the registers, and outputs per step
-#define HIGH ((LANES == 8 ? 2 : 4) * (IS_INT ? 1 : 2))
+#define HIGH (LANES == 8 ? 4 : 8)
 #define WIDE (IS_GATED || LANES < 16 && (IS_INT || N % 24) ? 2 : N % (LANES * 3) == 0 ? 3 : N % 32 == 0 ? 2 : 1)
+#define HAS_PANEL (!IS_INT && BLOCK_ROWS > HIGH)
+#define DEPTH (BLOCK_ROWS <= HIGH ? K : IS_INT ? 256 : 64)
 #define OUTPUTS (WIDE * LANES / (1 + IS_GATED))
 #define WIDTH (N / (1 + IS_GATED))   // of a row of out
 #define STEPS (WIDTH / OUTPUTS)
 
-#if !IS_INT
 typedef WEIGHT weight_lanes __attribute__((vector_size(LANES * sizeof(WEIGHT)), aligned(sizeof(WEIGHT))));
 typedef unsigned short f16_bits __attribute__((vector_size(LANES * 2)));
 typedef _Float16 f16 __attribute__((vector_size(LANES * 2)));
-typedef struct { float x[K]; } Row;
+// Numbers of x, or their integers with scales and sums of groups
+#define INTS (IS_INT * K)
+typedef struct { float x[K - INTS], scale[INTS / X_GROUP]; int sum[INTS / X_GROUP]; signed char q[INTS]; } Row;
 
-// The numbers of input k, see NumberFormat.value
-static inline f32 decode(weight_lanes w, int k) {
+// The numbers of input k of LANES outputs, see NumberFormat.value
+static inline f32 decode(const unsigned *weight, const SCALE *scale, const OFFSET *offset, long output, int k) {
+  const WEIGHT *from = (const WEIGHT *)weight + (output / 16 * K + k) / (BITS == 4 ? 8 : 1) * 16 + output % 16;
+  const long at = (output / 16 * GROUPS + k / (K / GROUPS)) * 16 + output % 16;
+  const weight_lanes stored = *(const weight_lanes *)from;
+  __builtin_prefetch((const char *)from + 4096);
+  f32 w = __builtin_convertvector(stored, f32);
 #if BITS < 16
-  f16_bits bits = __builtin_convertvector(BITS == 4 ? w >> k % 8 * 4 & 15 : w, f16_bits);
-  if (!IS_FLOAT) return BITS == 4 ? __builtin_convertvector(bits, f32) : __builtin_convertvector(w, f32);
+  f16_bits bits = __builtin_convertvector(BITS == 4 ? stored >> k % 8 * 4 & 15 : stored, f16_bits);
+  if (BITS == 4) w = __builtin_convertvector(bits, f32);
   bits = BITS == 4 ? (bits & 7) << 9 | (bits & 8) << 12 : (bits & 127) << 7 | (bits & 128) << 8;
-  return __builtin_convertvector((f16)bits, f32);
+  if (IS_FLOAT) w = __builtin_convertvector((f16)bits, f32);
 #endif
-  return __builtin_convertvector(w, f32);
+  if (HAS_SCALE) w = w * FLOATS(scale_lanes, scale + at);
+  return HAS_OFFSET ? w + FLOATS(offset_lanes, offset + at) : w;
 }
-static void quantize(Row *row, const float *x) { for (int k = 0; k < K; k++) row->x[k] = x[k]; }
-#else
-typedef struct { signed char q[K]; float scale[K / X_GROUP]; int sum[K / X_GROUP]; } Row;
 
-static void quantize(Row *row, const float *x) {
-  for (int g = 0; g < K / X_GROUP; g++, x += X_GROUP) {
+static VECTORS void quantize(Row *row, const float *x) {
+  for (int k = 0; k < K - INTS; k++) row->x[k] = x[k];
+  for (int g = 0; g < INTS / X_GROUP; g++, x += X_GROUP) {
     int largest = 0, sum = 0;
-    EACH(i, X_GROUP) {   // positive floats are ordered like their bits
+    for (int i = 0; i < X_GROUP; i++) {   // positive floats are ordered like their bits
       int bits = __builtin_bit_cast(int, x[i]) & 0x7fffffff;
       largest = bits > largest ? bits : largest;
     }
     float limit = __builtin_bit_cast(float, largest), factor = largest ? 127.0f / limit : 0;
-    EACH(i, X_GROUP) {
+    for (int i = 0; i < X_GROUP; i++) {
       float y = x[i] * factor;   // a statement of its own, so that the product is rounded, as in numpy
       row->q[g * X_GROUP + i] = (signed char)__builtin_bit_cast(int, y + 12582912.0f);   // 1.5 * 2**23: rounds to int
       sum += row->q[g * X_GROUP + i];
@@ -76,59 +85,44 @@ static void quantize(Row *row, const float *x) {
     row->sum[g] = sum;
   }
 }
-#endif
 
-// Compute R rows by WIDE vectors of outputs, from `first`. With an activation, the second half of the vectors is up's
-static inline __attribute__((always_inline)) void tile(const int R, long first, const long *targets, const Row *rows,
-    float *out, const unsigned *weight, const SCALE *scale, const OFFSET *offset, const float *bias) {
+// Add the products of inputs begin to end to the sums of R rows by WIDE vectors of outputs, which are at o
+static inline __attribute__((always_inline)) void tile(const int R, int begin, int end, const long *o, const Row *rows,
+    f32 *sums, const f32 *panel, const unsigned *weight, const SCALE *scale, const OFFSET *offset) {
   f32 total[8][8];
-  long o[8];
-  EACH(c, WIDE) o[c] = first + (IS_GATED && c >= WIDE / 2 ? N / 2 + (c - WIDE / 2) * LANES : c * LANES);
-  EACH(r, R) EACH(c, WIDE) total[r][c] = (f32){};
-#if !IS_INT
-  for (int k = 0; k < K; k++) {
+  EACH(r, R) EACH(c, WIDE) total[r][c] = sums[r * WIDE + c];
+  for (int k = begin; !IS_INT && k < end; k++) {
     f32 w[8];
-    EACH(c, WIDE) {
-      const WEIGHT *from = (const WEIGHT *)weight + (o[c] / 16 * K + k) / (BITS == 4 ? 8 : 1) * 16 + o[c] % 16;
-      const long at = (o[c] / 16 * GROUPS + k / (K / GROUPS)) * 16 + o[c] % 16;
-      if (BLOCK_ROWS <= HIGH) __builtin_prefetch((const char *)from + 4096);   // W is read once
-      w[c] = decode(*(const weight_lanes *)from, k);
-      if (HAS_SCALE) w[c] = w[c] * FLOATS(scale_lanes, scale + at);
-      if (HAS_OFFSET) w[c] = w[c] + FLOATS(offset_lanes, offset + at);
-    }
+    EACH(c, WIDE) w[c] = HAS_PANEL ? panel[(k - begin) * WIDE + c] : decode(weight, scale, offset, o[c], k);
     EACH(r, R) EACH(c, WIDE) total[r][c] += w[c] * rows[r].x[k];
   }
-#else
-  _Pragma("clang loop unroll(disable)") for (int g = 0; g < K / X_GROUP; g++) {
-    i32 sums[4][8];
-    EACH(r, R) EACH(c, WIDE) sums[r][c] = (i32){} + START * rows[r].sum[g];
+  EACH(r, R) EACH(c, WIDE) sums[r * WIDE + c] = total[r][c];
+  _Pragma("clang loop unroll(disable)") for (int g = begin / X_GROUP; IS_INT && g < end / X_GROUP; g++) {
+    i32 dots[8][8];   // fill the registers: sums stay in memory
+    EACH(r, R) EACH(c, WIDE) dots[r][c] = (i32){} + START * rows[r].sum[g];
     EACH(j, X_GROUP / 4) EACH(c, WIDE) {
       const unsigned *at = weight + ((o[c] / 16 * K + g * X_GROUP) * BITS / 32 + j * BITS / 8) * 16 + o[c] % 16;
-      if (R == 1) __builtin_prefetch(at + 1024);   // W is read once
+      __builtin_prefetch(at + 1024);
       i32 w = BITS == 8 ? *(const i32 *)at : *(const i32 *)at >> j % 2 * 4 & 0x0f0f0f0f;
-      EACH(r, R) DOT(sums[r][c], w, (i32){} + *(const int *)(rows[r].q + g * X_GROUP + j * 4));
+      EACH(r, R) DOT(dots[r][c], w, (i32){} + *(const int *)(rows[r].q + g * X_GROUP + j * 4));
     }
     EACH(c, WIDE) EACH(r, R) {
       long at = (o[c] / 16 * GROUPS + g * X_GROUP / (K / GROUPS)) * 16 + o[c] % 16;
-      total[r][c] += __builtin_convertvector(sums[r][c], f32) * (FLOATS(scale_lanes, scale + at) * rows[r].scale[g]);
-      if (HAS_OFFSET) total[r][c] += FLOATS(offset_lanes, offset + at) * (rows[r].scale[g] * (float)rows[r].sum[g]);
+      f32 w = FLOATS(scale_lanes, scale + at), *sum = sums + r * WIDE + c;
+      *sum += __builtin_convertvector(dots[r][c], f32) * (w * rows[r].scale[g]);
+      if (HAS_OFFSET) *sum += FLOATS(offset_lanes, offset + at) * (rows[r].scale[g] * (float)rows[r].sum[g]);
     }
   }
-#endif
-  EACH(r, R) {
-    float values[8 * LANES], *to = out + targets[r] * WIDTH + first % WIDTH;   // a copy: `total` stays in registers
-    EACH(c, WIDE) *(f32 *)(values + c * LANES) = total[r][c] + (HAS_BIAS ? *(const f32 *)(bias + o[c]) : (f32){});
-    for (int i = 0; i < WIDE * LANES / (1 + IS_GATED); i++)
-      to[i] = IS_GATED ? ACTIVATED(values[i]) * values[WIDE * LANES / 2 + i] : values[i];
-  }
 }
-#define TILE(R) tile(R, first, targets + t, rows + t, (void *)out, (void *)weight, (void *)scale, (void *)offset, bias)
+#define TILES(R) for (; t + R <= count; t += R) \
+  tile(R, k, end, o, rows + t, sums + t * WIDE, panel, (void *)weight, (void *)scale, (void *)offset);
 
 // A core computes one of ROW_PARTS parts of the BLOCKS blocks of rows times one of OUTPUT_PARTS parts of the outputs. A
 // block is a group of rows with the same expert, or BLOCK_ROWS consecutive rows
-void NAME(ARGUMENTS, int core_id) {
+VECTORS void NAME(ARGUMENTS, int core_id) {
   Row *rows = (Row *)scratch + (long)core_id * BLOCK_ROWS;
-  long targets[BLOCK_ROWS], count, row_part = core_id % ROW_PARTS, part = core_id / ROW_PARTS;
+  __attribute__((aligned(64))) f32 sums[BLOCK_ROWS * WIDE], panel[HAS_PANEL ? DEPTH * WIDE : 1];
+  long targets[BLOCK_ROWS], o[WIDE], count, row_part = core_id % ROW_PARTS, part = core_id / ROW_PARTS;
   for (long block = BLOCKS * row_part / ROW_PARTS; block < BLOCKS * (row_part + 1) / ROW_PARTS; block++) {
     const int *group = row_groups + block * ROW_GROUP;
     for (count = 0; count < BLOCK_ROWS; count++) {
@@ -138,11 +132,21 @@ void NAME(ARGUMENTS, int core_id) {
       targets[count] = target;
     }
     for (long step = STEPS * part / OUTPUT_PARTS; step < STEPS * (part + 1) / OUTPUT_PARTS; step++) {
-      long first = (HAS_ROW_GROUPS ? (long)(group[0] % EXPERTS) * N : 0) + step * OUTPUTS, t = 0;
-      for (; t + HIGH <= count; t += HIGH) TILE(HIGH);
-      for (; t + 4 <= count; t += 4) TILE(4);
-      for (; t + 2 <= count; t += 2) TILE(2);
-      for (; t < count; t++) TILE(1);
+      long first = (HAS_ROW_GROUPS ? (long)(group[0] % EXPERTS) * N : 0) + step * OUTPUTS;
+      // With an activation, the second half of the vectors is up's
+      EACH(c, WIDE) o[c] = first + (IS_GATED && c >= WIDE / 2 ? N / 2 + (c - WIDE / 2) * LANES : c * LANES);
+      for (long i = 0; i < count * WIDE; i++) sums[i] = HAS_BIAS ? *(const f32 *)(bias + o[i % WIDE]) : (f32){};
+      for (int k = 0, end; k < K; k = end) {
+        end = K - k < DEPTH ? K : k + DEPTH;
+        for (int i = k; HAS_PANEL && i < end; i++) EACH(c, WIDE)
+          panel[(i - k) * WIDE + c] = decode((void *)weight, (void *)scale, (void *)offset, o[c], i);
+        long t = 0;
+        TILES(HIGH) TILES(4) TILES(2) TILES(1)
+      }
+      for (long t = 0; t < count; t++) {
+        float *values = (float *)(sums + t * WIDE), *to = (float *)out + targets[t] * WIDTH + first % WIDTH;
+        for (int i = 0; i < OUTPUTS; i++) to[i] = IS_GATED ? ACTIVATED(values[i]) * values[OUTPUTS + i] : values[i];
+      }
     }
   }
 }
