@@ -59,7 +59,6 @@ def test_chat_vllm_options_are_applied(tmp_path, case):
   output, = llm.chat(chat, SamplingParams(max_tokens=1), use_tqdm=False, **case["options"])
   assert output.prompt == case["prompt"]
   assert output.prompt_token_ids == llm.get_tokenizer().encode(case["prompt"], False)
-  with pytest.raises(ValueError, match="^messages: "): llm.chat(["a"])
 
 
 def test_generate_takes_tuples_priorities_and_no_lora(words_folder):
@@ -70,8 +69,6 @@ def test_generate_takes_tuples_priorities_and_no_lora(words_folder):
   first, second = llm.generate(prompts, (params, params), priority=[5, 1], lora_request=None)
   assert first.prompt == "the cat" and first.outputs[0].token_ids == second.outputs[0].token_ids
   assert second.metrics.first_token_time < first.metrics.first_token_time
-  with pytest.raises(ValueError, match="priority=.1. must have length 2"): llm.generate(["a"] * 2, priority=[1])
-  with pytest.raises(ValueError, match="lora_request='x' is not supported"): llm.generate("a", lora_request="x")
 
 
 # Tokenizers
@@ -135,4 +132,3 @@ def test_detokenize_false_leaves_text_empty(words_llm):
   plain, empty = [words_llm.generate("the cat", params)[0].outputs[0] for params in (plain, copy)]
   assert (empty.text, empty.token_ids) == ("", plain.token_ids) and plain.text
   assert sum(len(x.outputs[0].token_ids) for x in words_llm.generate_stream("the cat", bare)) == 5
-  with pytest.raises(ValueError, match="detokenize=False.*stop_token_ids"): SamplingParams(detokenize=False, stop="a")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.data import read_data
 
-from tinyvllm import InputError, SamplingParams, StructuredOutputsParams
+from tinyvllm import SamplingParams, StructuredOutputsParams
 from tinyvllm.request import SamplingParams as CoreParams
 from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.sampling.speculation import SpeculativeConfig
@@ -38,10 +38,7 @@ def test_tag_grammar_gives_each_tag_its_own_trigger(added, is_special):
   assert tag_grammar(SimpleNamespace(StructTag=StructTag), tag, tokenizer) == (["<b", "<a", ""], is_special)
 
 
-def test_former_and_unsupported_parameters_of_vllm(words_llm):
+def test_former_parameters_of_vllm(words_llm):
   assert SamplingParams(spaces_between_special_tokens=False, extra_args={}) == SamplingParams()
   output, = words_llm.generate("the cat sat", SamplingParams(truncate_prompt_tokens=2, max_tokens=1))
   assert output.prompt_token_ids == words_llm.tokenizer.encode("the cat sat")[-2:]
-  for name, value in {"logits_processors": [len], "extra_args": {"a": 1}, "truncate_prompt_tokens": 0}.items():
-    with pytest.raises(InputError, match=f"{name}.*(logit_bias|at least 1)"): SamplingParams(**{name: value})
-  with pytest.raises(InputError, match="'guided_decoding'; .*structured_outputs"): SamplingParams(guided_decoding={})

@@ -74,11 +74,6 @@ def test_params_without_exactly_one_valid_field_raise(options):
   with pytest.raises(ValueError): SamplingParams(structured_outputs=options)
 
 
-@pytest.mark.parametrize("name, value", DATA["conflicts"])
-def test_conflicting_field_raises_with_both_names(name, value):
-  with pytest.raises(ValueError, match=f"{name}.*structured_outputs"): structured("regex", "a+", **{name: value})
-
-
 @pytest.mark.parametrize("kind, value, word", DATA["invalid_formats"], ids=str)
 def test_invalid_format_raises(llm, kind, value, word):
   with pytest.raises(ValueError, match=f"structured_outputs.*{word}"): llm.generate("the cat", structured(kind, value))

@@ -147,9 +147,8 @@ def test_unsupported_embedder_or_option_is_refused(tmp_path, folder, files, opti
   with pytest.raises(InputError, match=message): LLM(tmp_path, **ENGINE, **options)
 
 
-def test_text_and_embedding_need_matching_runner(llm, text_folder):
+def test_model_of_embeddings_generates_no_text(llm):
   with pytest.raises(InputError, match="computes embeddings.*runner='generate'"): llm.generate("a")
-  with pytest.raises(InputError, match="generates text.*runner='pooling'"): LLM(text_folder, **ENGINE).embed("a")
 
 
 def test_scores_equal_reference_softmax(text_folder, expected_score):
