@@ -64,7 +64,7 @@ def llm(tmp_path_factory):
   return LLM(folder, dtype="float32", max_model_len=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=4)
 
 
-def run(llm, name, max_tokens=8, **options):
+def run(llm, name, max_tokens, **options):
   """Run a script through generate and generate_stream, which must agree. Return the text of each token, and the
   finish_reason and the stop_reason."""
   job = {"prompt_token_ids": [id_of(name, 0)]}
@@ -113,32 +113,13 @@ def test_max_tokens_within_character_replaces_preceding_byte_characters(llm, nam
 
 # Stop ids and end tokens
 
-@pytest.mark.parametrize("include", [False, True])
-def test_stop_id_text_is_kept_if_included(llm, include):
-  stop, first = id_of("hello", 3), id_of("again", 1)
-  second, third = ("o w", "llo world") if include else (stop, id_of("hello", 4))   # hidden text matches no stop string
-  for name, fields, pieces, reason in (
-      ("hello", {"max_tokens": 3, "stop_token_ids": [stop, 0]}, ["he", "llo", " wor" * include], stop),
-      ("hello", {"stop_token_ids": [stop, 0]}, ["he", "llo", " wor" * include], stop),
-      ("again", {"stop_token_ids": [first]}, ["a" * include], first),
-      ("hello", {"stop_token_ids": [stop], "stop": "o w"}, ["he", "ll", "o w" if include else "o"], second),
-      ("hello", {"stop_token_ids": [id_of("hello", 4)], "stop": "llo world"},
-       ["he", "", "", "llo world" if include else "llo wor"], third)):
-    assert run(llm, name, **fields, include_stop_str_in_output=include) == (pieces, "stop", reason)
-
-
-def test_end_token_text_is_hidden(llm):
-  for options in ({}, {"skip_special_tokens": False}, {"include_stop_str_in_output": True}, {"stop_token_ids": [0]},
-                  {"stop": EOS, "skip_special_tokens": False}):
-    assert run(llm, "end", **options) == (["done", ""], "stop", 0 if "stop_token_ids" in options else None), options
-  assert run(llm, "other end") == (["done", ""], "stop", None), "generation_config.json lists two end tokens"
-
-
-def test_ignored_end_token_is_text_without_skip_special_tokens(llm):
-  for fields, text, stop in (({}, "done", None), ({"skip_special_tokens": False}, "done" + EOS, None),
-                             ({"skip_special_tokens": False, "stop": "e</"}, "don", "e</")):
-    pieces, *reasons = run(llm, "end", 2, ignore_eos=True, **fields)
-    assert "".join(pieces) == text and reasons == ["stop" if stop else "length", stop]
+@pytest.mark.parametrize("name,max_tokens,fields,pieces,reason,stop", DATA["ends"])
+def test_stop_id_or_end_token_ends_the_text(llm, name, max_tokens, fields, pieces, reason, stop):
+  """The text of a stop id is kept if included, that of an end token is hidden. A list is a script's token: its name and
+  number. 0 is the end token."""
+  def read(x): return id_of(*x) if isinstance(x, list) else x
+  fields = {x: [*map(read, value)] if x == "stop_token_ids" else value for x, value in fields.items()}
+  assert run(llm, name, max_tokens, **fields) == (pieces, reason, read(stop))
 
 
 @pytest.mark.parametrize("fields,mode", DATA["sampler modes"])
