@@ -153,6 +153,17 @@ def test_chat_logprobs_equal_llm_chat(server, llm, fields, k):
   assert joined.decode(errors="replace") == output.text, "clients join the bytes of characters in several tokens"
 
 
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_text_offsets_of_stream_equal_whole_response(server, size, echo):
+  """A stop string that begins like the output holds text back: the text of a stream then lags behind its tokens."""
+  body = {"prompt": "hello, my name is", "temperature": 0, "max_tokens": 12}
+  text = answer(server, COMPLETIONS, body)["choices"][0]["text"]
+  stop = [text[i:i + size] + "#" for i in range(len(text) - size)][:16]
+  choice, = answer(server, COMPLETIONS, {**body, "logprobs": 0, "stop": stop, "echo": echo})["choices"]
+  assert choice["text"].endswith(text) and len(choice["logprobs"]["text_offset"]) >= 12
+
+
 # Usage
 
 def test_usage_counts_prefix_cache_hits_except_with_prompt_logprobs(server):

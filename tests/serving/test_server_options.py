@@ -1,11 +1,17 @@
-"""vLLM's options of `tinyvllm serve`: several names and keys, a path prefix, a Unix domain socket, TLS; and its routes
-for load balancers."""
+"""vLLM's options of `tinyvllm serve`: several names and keys, a path prefix, a limit of tokens, a Unix domain socket,
+TLS; and its routes for load balancers."""
+# Left out of the cases of vLLM's own tests (tests/entrypoints/openai and tests/tool_use, versions around 0.11):
+# - features that tinyvllm lacks: LoRA, images, audio, prompt_embeds, HTTP beam search, /invocations, /tokenizer_info,
+#   ORCA headers, middleware, run-batch, sleep mode, stored responses, log probabilities and reasoning_tokens there;
+# - answers that need a trained model, unit tests of vLLM's classes, gpt-oss, Mistral and Kimi models;
+# - differences on purpose: values of other types ("true" for a bool) are refused; tools=[] and tool_choice="auto"
+#   without tools are accepted; usage has prompt_tokens_details; iteration_tokens_total counts computed tokens only;
+#   no [DONE] follows an error event; a max_tokens beyond the context is cut to fit.
 import subprocess
-import sys
-from pathlib import Path
 
 import httpx2 as httpx
 import pytest
+from helpers.commands import start_process
 from helpers.data import read_data
 from helpers.protocol import running_request
 from helpers.servers import LocalServer, wait_until
@@ -15,12 +21,14 @@ from tinyvllm_extra.cli import main
 CASES = read_data("server_cases.json")
 SMALL = ["--dtype", "float32", "--max-num-seqs", "2", "--max-num-batched-tokens", "2"]
 BODY = {"prompt": "the cat", "max_tokens": 2, "temperature": 0}
+CHAT = {"messages": [{"role": "user", "content": "the cat"}]}
 
 
 @pytest.fixture(scope="module")
 def server(folder):
   options = ["--served-model-name", "first", "second", "--api-key", "key-1", "key-2", "--root-path", "/llm",
-             "--chat-template", "{{ messages[0].content }} {{ word }}", "--default-chat-template-kwargs.word", "sat"]
+             "--chat-template", "{{ messages[0].content }} {{ word }}", "--default-chat-template-kwargs.word", "sat",
+             "--override-generation-config", '{"max_new_tokens": 6, "temperature": 0}']
   with LocalServer(folder, *SMALL, *options) as server: yield server
 
 
@@ -65,16 +73,24 @@ def test_response_has_the_request_id_of_its_request(server):
 
 
 def test_chat_template_option_and_variables_apply(server):
-  body = {"messages": [{"role": "user", "content": "the cat"}]}
   plain = {"prompt": "the cat sat", "add_special_tokens": False}
-  first, second = [server.post("/tokenize", x, headers=bearer("key-1")).json() for x in (body, plain)]
+  first, second = [server.post("/tokenize", x, headers=bearer("key-1")).json() for x in (CHAT, plain)]
   assert first == second and first["tokens"]
+
+
+@pytest.mark.parametrize("path,prompt,name", [
+  ("completions", {"prompt": "hello"}, "max_tokens"), ("chat/completions", CHAT, "max_tokens"),
+  ("chat/completions", CHAT, "max_completion_tokens"), ("responses", {"input": "hello"}, "max_output_tokens")])
+@pytest.mark.parametrize("value,number", [(None, 6), (15, 6), (3, 3)])
+def test_max_new_tokens_of_server_limits_every_request(server, path, prompt, name, value, number):
+  body = {**prompt, name: value, "ignore_eos": True}
+  usage = server.post(f"/v1/{path}", body, headers=bearer("key-1")).json()["usage"]
+  assert usage.get("completion_tokens", usage.get("output_tokens")) == number
 
 
 def test_uds_server_answers_and_removes_its_socket(folder, tmp_path):
   path = tmp_path / "vllm.sock"
-  command = [sys.executable, "-m", "tinyvllm", "serve", folder, *SMALL, "--uds", path]
-  process = subprocess.Popen([*map(str, command)], cwd=Path(__file__).parents[2], stderr=subprocess.DEVNULL)
+  process = start_process("serve", folder, *SMALL, "--uds", path)
   try:
     wait_until(path.exists, "the socket exists")
     with httpx.Client(base_url="http://server", transport=httpx.HTTPTransport(uds=str(path)), timeout=60) as client:
