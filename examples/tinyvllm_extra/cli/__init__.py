@@ -37,7 +37,7 @@ def make_parser(argv: list[str]) -> CommandParser:
     words = row.get("words", "")
     command = commands.add_parser(name, help=row["text"], description=f"{row['text']}.", aliases=row.get("aliases", []),
                                   usage=f"tinyvllm {name} {words} [options]" if words else None)
-    command.set_defaults(module=f"tinyvllm_extra.cli.{row['module']}", extra=row.get("extra", "hf"), root=parser)
+    command.set_defaults(module=f"tinyvllm_extra.{row['module']}", extra=row.get("extra", "hf"), root=parser)
     if words: add_flags(command, words, argv, *[OPTIONS[x] for x in row["options"]], **row.get("variables", {}))
     for flag, form in row.get("arguments", {}).items():
       command.add_argument(flag, **form | ({"type": float} if type(form.get("default")) is float else {}))

@@ -1,6 +1,6 @@
 """/v1/responses and /v1/messages, the protocols of coding agents. Both translate their body into a chat, and answer
 with a list of blocks of text, reasoning or tool calls. Invariant: at most the last block is open."""
-import dataclasses, pathlib, re, uuid
+import dataclasses, itertools, pathlib, re, uuid
 from typing import Literal
 
 import pydantic
@@ -13,11 +13,10 @@ from . import answers, errors
 from .protocol import SAMPLING, ChatCompletionRequest, JsonBody, check_unknown, thinking, with_fields
 
 # ignored: fields of the official clients without effect here. stateful: fields that need stored responses or prompts.
-# echo: properties of a response that repeat the request, with defaults; constant: the same in each response. items: by
-# kind of block: the prefix of its item's id, the events of its text, constant fields of the item and of its part.
-# deltas: by kind of block: type and field of a delta of /v1/messages
+# echo: properties of a response that repeat the request, with defaults; constant: the same in each response. messages,
+# responses: both protocols' blocks by kind, with names of values, see BlockBuilder: a whole block, and the events that
+# open it, add text and close it. Clients drop thinking without a signature
 TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
-ITEMS = TABLES["items"]
 # Fields that the chat takes over unchanged
 CHAT_FIELDS = SAMPLING.keys() - {"n", "logprobs", "prompt_logprobs"} | {"model", "stream", "priority", "cache_salt"}
 
@@ -85,15 +84,26 @@ def chat_request(body: Tolerant, chat_template_kwargs: JsonObject, **fields: obj
 @dataclasses.dataclass
 class Block:
   kind: str   # content, reasoning or call
-  index: int
   id: str
   name: str = ""   # function name of a call
   text: str = ""   # text so far; for a call, its arguments
 
 
+def fill(template: JsonObject, values: JsonObject) -> JsonObject:
+  """Return the template with each value in place of its name, such as "$text". Only "$id" may be a part of a string."""
+  def filled(x: object) -> object:
+    if isinstance(x, list): return [*map(filled, x)]
+    if isinstance(x, dict): return fill(x, values)
+    if not isinstance(x, str): return x
+    return values[x] if x in values else x.replace("$id", values["$id"])
+  return {key: filled(x) for key, x in template.items()}
+
+
 class BlockBuilder:
-  """Writes an answer that is a list of blocks. Subclasses write the whole answer, the events of a block, and the first
-  and last events."""
+  """Writes an answer that is a list of blocks. Subclasses write the whole answer, and the first and last events.
+  templates: of blocks, see TABLES."""
+  templates: JsonObject
+
   def __init__(self, chat: ChatCompletionRequest, job: answers.Job):
     self.job = job
     self.parser, = job.parsers(chat)
@@ -115,23 +125,34 @@ class BlockBuilder:
       elif kind != "arguments" and (not self.blocks or kind != self.blocks[-1].kind): events += self.start(kind)
       if kind == "call": continue
       self.blocks[-1].text += text
-      events.append(self.delta(self.blocks[-1], text))
+      events.append(self.write("delta", self.blocks[-1], text))
     if completion.finish_reason:
       if not self.blocks: events += self.start("content")
       self.end = completion
-      events.append(self.closing(self.blocks[-1]))
+      events.append(self.write("closing", self.blocks[-1]))
     return b"".join(events)
 
   def start(self, kind: str, name: str = "") -> list[bytes]:
     """Close the last block and open a new one."""
-    closing = [self.closing(block) for block in self.blocks[-1:]]
-    self.blocks.append(Block(kind, len(self.blocks), uuid.uuid4().hex, name))
-    return [*closing, self.opening(self.blocks[-1])]
+    closing = [self.write("closing", block) for block in self.blocks[-1:]]
+    self.blocks.append(Block(kind, uuid.uuid4().hex, name))
+    return [*closing, self.write("opening", self.blocks[-1])]
 
+  def values(self, block: Block) -> JsonObject:
+    is_cut = self.is_cut and block is self.blocks[-1]
+    arguments = parse_arguments(block.text) if block.kind == "call" else {}   # they arrive at once
+    return {"$id": block.id, "$index": self.blocks.index(block), "$name": block.name, "$text": block.text,
+            "$arguments": arguments, "$status": "incomplete" if is_cut else "completed"}
+
+  def item(self, block: Block) -> JsonObject: return fill(self.templates[block.kind]["whole"], self.values(block))
+
+  def write(self, step: str, block: Block, delta: str = "") -> bytes:
+    """Return the events of a block: its opening, a delta or its closing."""
+    values = {**self.values(block), "$delta": delta, "$block": self.item(block) if step == "closing" else {}}
+    return b"".join(self.event(fill(x, values)) for x in self.templates[block.kind][step])
+
+  def event(self, content: JsonObject) -> bytes: return answers.event(content)
   def whole(self) -> JsonObject: raise NotImplementedError
-  def opening(self, block: Block) -> bytes: raise NotImplementedError
-  def delta(self, block: Block, text: str) -> bytes: raise NotImplementedError
-  def closing(self, block: Block) -> bytes: raise NotImplementedError
 
 
 # POST /v1/messages and /v1/messages/count_tokens, Anthropic's protocol. Its content blocks become a chat, and the
@@ -201,18 +222,12 @@ def add_turn(messages: list[JsonObject], message: Message, path: str) -> None:
 
 class MessagesBuilder(BlockBuilder):
   """Writes a message, or all events from message_start to message_stop."""
+  templates = TABLES["messages"]
+
   def whole(self) -> JsonObject:
     """Return the message so far."""
     return {"id": f"msg_{self.job.id}", "type": "message", "role": "assistant", "model": self.job.model_name,
-            "content": [*map(self.content_block, self.blocks)], **self.stop(), "usage": self.usage()}
-
-  def content_block(self, block: Block, is_open: bool = False) -> JsonObject:
-    """Return a content block. is_open: without its text."""
-    text = "" if is_open else block.text
-    if block.kind == "content": return {"type": "text", "text": text}
-    if block.kind == "reasoning":   # clients drop thinking without a signature
-      return {"type": "thinking", "thinking": text, "signature": "" if is_open else block.id}
-    return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": parse_arguments(text)}
+            "content": [*map(self.item, self.blocks)], **self.stop(), "usage": self.usage()}
 
   def usage(self) -> JsonObject:
     usage = self.job.usage()
@@ -229,21 +244,6 @@ class MessagesBuilder(BlockBuilder):
 
   def first_events(self, output: RequestOutput) -> bytes:
     return answers.event({"type": "message_start", "message": self.whole()})
-
-  def block_event(self, name: str, block: Block, **fields: object) -> bytes:
-    return answers.event({"type": f"content_block_{name}", "index": block.index, **fields})
-
-  def opening(self, block: Block) -> bytes:
-    return self.block_event("start", block, content_block=self.content_block(block, is_open=True))
-
-  def delta(self, block: Block, text: str) -> bytes:
-    kind, field = TABLES["deltas"][block.kind]
-    return self.block_event("delta", block, delta={"type": kind, field: text})
-
-  def closing(self, block: Block) -> bytes:
-    signature = {"type": "signature_delta", "signature": block.id}
-    start = self.block_event("delta", block, delta=signature) if block.kind == "reasoning" else b""
-    return start + self.block_event("stop", block)
 
   def last_events(self, error: Exception | None = None) -> bytes:
     if error: return answers.event(errors.anthropic_error(errors.internal_error(error)["error"]))
@@ -323,17 +323,18 @@ def add_item(messages: list[JsonObject], item: Item, path: str) -> None:
 
 class ResponsesBuilder(BlockBuilder):
   """Writes a response object, or all events up to response.completed."""
+  templates = TABLES["responses"]
+
   def __init__(self, source: ResponsesRequest, chat: ChatCompletionRequest, job: answers.Job):
     super().__init__(chat, job)
-    self.num_events = 0
+    self.event_numbers = itertools.count()
     values = source.model_dump(by_alias=True, exclude_unset=True)
     echo = TABLES["echo"]
     self.echo = {**echo, **{name: values[name] for name in echo if values.get(name) is not None}}
     self.echo["tools"] = [tool.model_dump(exclude_unset=True) for tool in functions_of(source)]
 
-  def event(self, event_name: str, **fields: object) -> bytes:
-    self.num_events += 1
-    return answers.event({"type": f"response.{event_name}", "sequence_number": self.num_events - 1, **fields})
+  def event(self, content: JsonObject) -> bytes:
+    return answers.event({"type": content["type"], "sequence_number": next(self.event_numbers), **content})
 
   def whole(self, error: str | None = None) -> JsonObject:
     """Return the response object so far."""
@@ -342,7 +343,7 @@ class ResponsesBuilder(BlockBuilder):
     usage = self.job.usage() if self.end and not error else None
     return {
       **TABLES["constant"], "id": f"resp_{self.job.id}", "created_at": self.job.created, "status": status,
-      "model": self.job.model_name, "output": [self.item(block) for block in self.blocks],
+      "model": self.job.model_name, "output": [*map(self.item, self.blocks)],
       "error": {"code": "server_error", "message": error} if error else None,
       "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
       "temperature": self.job.params.temperature, "top_p": self.job.params.top_p, **self.echo,
@@ -351,41 +352,9 @@ class ResponsesBuilder(BlockBuilder):
         "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": usage["total_tokens"]}}
 
-  def item(self, block: Block, is_open: bool = False) -> JsonObject:
-    """Return an output item. is_open: without its text."""
-    table = ITEMS[block.kind]
-    is_cut = self.is_cut and block is self.blocks[-1]
-    status = "in_progress" if is_open else "incomplete" if is_cut else "completed"
-    head = {"id": f"{table['prefix']}_{block.id}", "status": status, **table["fields"]}
-    if block.kind == "call": return {**head, "call_id": f"call_{block.id}", "name": block.name, "arguments": block.text}
-    return {**head, "content": [] if is_open else [self.part(block)]}
-
-  def part(self, block: Block) -> JsonObject: return {**ITEMS[block.kind]["part"], "text": block.text}
-
-  def block_event(self, event_name: str, block: Block, **fields: object) -> bytes:
-    """Return an event of a block's text."""
-    place = {"item_id": f"{ITEMS[block.kind]['prefix']}_{block.id}", "output_index": block.index}
-    if block.kind != "call": place["content_index"] = 0
-    if event_name.startswith("output_text"): fields["logprobs"] = []
-    return self.event(event_name, **place, **fields)
-
-  def opening(self, block: Block) -> bytes:
-    item = self.event("output_item.added", output_index=block.index, item=self.item(block, is_open=True))
-    return item if block.kind == "call" else item + self.block_event("content_part.added", block, part=self.part(block))
-
-  def delta(self, block: Block, text: str) -> bytes:
-    return self.block_event(f"{ITEMS[block.kind]['event']}.delta", block, delta=text)
-
-  def closing(self, block: Block) -> bytes:
-    is_call = block.kind == "call"
-    fields = {"arguments": block.text, "name": block.name} if is_call else {"text": block.text}
-    done = self.block_event(f"{ITEMS[block.kind]['event']}.done", block, **fields)
-    if not is_call: done += self.block_event("content_part.done", block, part=self.part(block))
-    return done + self.event("output_item.done", output_index=block.index, item=self.item(block))
-
   def first_events(self, output: RequestOutput) -> bytes:
-    return b"".join(self.event(name, response=self.whole()) for name in ("created", "in_progress"))
+    return b"".join(self.event({"type": f"response.{x}", "response": self.whole()}) for x in ("created", "in_progress"))
 
   def last_events(self, error: Exception | None = None) -> bytes:
     response = self.whole(errors.internal_error(error)["error"]["message"] if error else None)
-    return self.event(response["status"], response=response)
+    return self.event({"type": f"response.{response['status']}", "response": response})

@@ -149,9 +149,11 @@ class Server(uvicorn.Server):
       raise InputError(f"{names}: {error}") from error
 
   def routes(self) -> fastapi.FastAPI:
-    error: JsonObject = {"model": protocol.ErrorResponse}
-    app = fastapi.FastAPI(title="tinyvllm", version=__version__, docs_url=None, redoc_url=None,
-                          responses={"4XX": error, "5XX": error})
+    # OpenAPI's responses by status
+    openai: dict[int | str, JsonObject] = dict.fromkeys(["4XX", "5XX"], {"model": protocol.ErrorResponse})
+    anthropic: dict[int | str, JsonObject] = dict.fromkeys(["4XX", "5XX"], {"model": protocol.AnthropicErrorResponse})
+    events: dict[int | str, JsonObject] = {200: {"content": {generation.EVENT_STREAM: {}}}}
+    app = fastapi.FastAPI(title="tinyvllm", version=__version__, docs_url=None, redoc_url=None, responses=openai)
     for kind in (StarletteHTTPException, RequestValidationError, Exception): app.exception_handler(kind)(explain)
     serving = self.serving
     reads: Routes = {"/health": self.health, "/ping": self.health, "/load": serving.load, "/version": self.version,
@@ -162,9 +164,6 @@ class Server(uvicorn.Server):
                        "/ping": self.health}   # vLLM's, Cohere's, SageMaker's
     streams: Routes = {"/generate": serving.generate, "/v1/completions": serving.completions,
                        "/v1/chat/completions": serving.chat, "/v1/responses": self.responses}
-    # OpenAPI's responses by status
-    anthropic: dict[int | str, JsonObject] = dict.fromkeys(["4XX", "5XX"], {"model": protocol.AnthropicErrorResponse})
-    events: dict[int | str, JsonObject] = {200: {"content": {generation.EVENT_STREAM: {}}}}
     for path, route in streams.items():   # first, as most requests are for them
       app.router.add_api_route(path, route, methods=["POST"], responses=events, route_class_override=BodyRoute)
     app.get("/", response_class=HTMLResponse)(chat_page.chat_page)

@@ -3,12 +3,9 @@
 only some forms of them."""
 import datetime, functools, json, pathlib, re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from tinyvllm.config import InputError, JsonObject, check
 from tinyvllm_extra.packages import optional
-
-if TYPE_CHECKING: import jinja2
 
 END = "\ue0ff "   # end of a message to continue: a private character, and a space that shows whether spaces are kept
 # The tag {% generation %}, which marks an answer for training, is only a scope here
@@ -28,17 +25,17 @@ def template_text(template: str | None) -> str | None:
 
 
 @functools.lru_cache(maxsize=16)
-def compile_template(source: str) -> tuple["jinja2.Template", bool]:
-  """Return the jinja2 template, and whether it renders content that is a list of parts."""
+def compile_template(source: str) -> tuple[Callable[..., str], bool]:
+  """Return the function that renders a template, and whether it renders content that is a list of parts."""
   from jinja2 import ext, sandbox
   env = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols])
   env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)   # Jinja's own escapes HTML
   env.globals["raise_exception"] = functools.partial(check, False)
   env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-  template = env.from_string(GENERATION.sub(r"\1with", source))
-  try: text = template.render(messages=[{"role": "user", "content": [{"type": "text", "text": END}]}])
+  render = env.from_string(GENERATION.sub(r"\1with", source)).render
+  try: text = render(messages=[{"role": "user", "content": [{"type": "text", "text": END}]}])
   except Exception: text = ""   # not with a list
-  return template, END.strip() in text and "type'" not in text and 'type"' not in text
+  return render, END.strip() in text and "type'" not in text and 'type"' not in text
 
 
 def render_conversation(messages: Messages, source: str, apply: Callable[[Messages], str]) -> str:
@@ -60,10 +57,10 @@ def render_conversation(messages: Messages, source: str, apply: Callable[[Messag
 def render(source: str, messages: Messages, continue_final_message: bool, variables: JsonObject) -> str:
   optional("jinja2.sandbox", "hf", "a chat template")
   try:
-    template, has_parts = compile_template(source)
+    render_messages, has_parts = compile_template(source)
     messages = [normalize(message, has_parts) for message in messages]
     if continue_final_message: messages[-1] = normalize(messages[-1], has_parts, END)
-    text = template.render({"tools": None, "documents": None, **variables}, messages=messages)
+    text = render_messages({"tools": None, "documents": None, **variables}, messages=messages)
     if not continue_final_message: return text
     end = text.rindex(END.strip())
     return text[:end] if text.startswith(END, end) else text[:end].rstrip()   # the template strips spaces
