@@ -5,10 +5,9 @@ import dataclasses
 import functools
 import logging
 import re
-import sys
 
 import pytest
-from helpers.commands import run_command, run_process
+from helpers.commands import run_command, run_python
 from helpers.data import read_data
 
 from tinyvllm import SamplingParams
@@ -56,7 +55,7 @@ def test_help_and_url_import_no_slow_packages():
   slow = {"tinygrad", "numpy", "fastapi", "pydantic", "huggingface_hub", "jinja2"}
   code = "import atexit, sys, tinyvllm_extra.cli as cli\natexit.register(lambda: print(*sys.modules))\ncli.main()"
   for command in (*(f"{name} --help" for name in ALL), "run --url http://127.0.0.1:9 -p Hello"):
-    run = run_process(sys.executable, "-c", code, *command.split())
+    run = run_python(code, *command.split())
     assert "tinyvllm_extra.cli" in run.stdout and not slow & {*run.stdout.split()}, command
 
 

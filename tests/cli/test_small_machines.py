@@ -11,6 +11,7 @@ from helpers.data import read_data
 from helpers.engines import ENGINE
 from helpers.gguf_files import write_gguf
 from helpers.models import read_safetensors, tensor_shapes, tiny_config, tiny_model, write_safetensors
+from helpers.quantized_models import open_model
 from tinygrad import dtypes
 
 from tinyvllm import LLM, InputError
@@ -18,9 +19,6 @@ from tinyvllm.backend import Memory
 from tinyvllm_extra.formats import fit
 from tinyvllm_extra import host_memory
 from tinyvllm_extra.kernels import FastBackend, drivers
-from tinyvllm_extra.models import find_model
-from tinyvllm_extra.kernels.parallel import ShardedDevices, device_names
-from tinyvllm_extra.formats.hub import open_checkpoint
 
 GIB = 2**30
 # machine: files of all cases. cases: the content of /proc/self/cgroup, files below /sys/fs/cgroup, RLIMIT_DATA in GiB,
@@ -53,16 +51,6 @@ def test_free_memory_without_proc_is_free_pages(tmp_path, monkeypatch):
 
 # Models
 
-def open_model(path, dtype="float32", num_devices=1):
-  """Return an open checkpoint with its model, whose weights are not loaded."""
-  checkpoint = open_checkpoint(path)
-  shape, model_class = find_model(checkpoint.hf_config, path)
-  devices = ShardedDevices(device_names(num_devices))
-  checkpoint.model = model_class(shape, getattr(dtypes, dtype), FastBackend(), devices)
-  checkpoint.unread = checkpoint.stored_tensors()
-  return checkpoint
-
-
 def set_free_memory(monkeypatch, free):
   report = drivers.MemoryReport(free + drivers.RESERVE, free + drivers.RESERVE)
   monkeypatch.setattr(drivers, "host_memory", lambda: report)
@@ -74,7 +62,7 @@ def error_of(monkeypatch):
   much, "" if it would load."""
   def error_of(path, free, quantization=None, num_devices=1):
     set_free_memory(monkeypatch, int(free))
-    try: fit.check_memory(open_model(path, num_devices=num_devices), quantization)
+    try: fit.check_memory(open_model(path, count=num_devices, backend=FastBackend()), quantization)
     except InputError as error:
       assert error.parameter == "model"
       return str(error)
@@ -191,4 +179,5 @@ def test_bytes_of_weights_equal_fit_of_doctor(tmp_path, stored, dtype, tied, qua
   row = {"dtype": dtype, "float32": True, "float16": True, "bfloat16": True, "free_gib": 1}
   expected = fit.estimate_fit("x", hf | {"dtype": stored}, row, quantization)["weights_gib"] * GIB
   (path / "config.json").write_text(json.dumps(hf | {"dtype": "float64"}))
-  assert fit.checkpoint_bytes(open_model(path, dtype), quantization) == expected
+  checkpoint = open_model(path, getattr(dtypes, dtype), backend=FastBackend())
+  assert fit.checkpoint_bytes(checkpoint, quantization) == expected

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import tinyvllm
-from helpers.commands import PYTHONPATH, run_process
+from helpers.commands import PYTHONPATH, run_process, run_python
 from helpers.data import DATA, read_data
 from helpers.engines import ENGINE
 
@@ -19,7 +19,7 @@ MISTAKES = read_data("api_mistakes.json")   # call -> its message
 
 def test_help_lists_public_names_and_import_is_lazy():
   code = "import sys, tinyvllm; print(dir(tinyvllm) == sorted(tinyvllm.__all__), 'numpy' in sys.modules)"
-  assert run_process(sys.executable, "-c", code).stdout == "True False\n"
+  assert run_python(code).stdout == "True False\n"
   text = pydoc.plain(pydoc.render_doc(tinyvllm))
   assert not [name for name in tinyvllm.__all__ if not re.search(rf"\b{name}( = |\()", text)]
 

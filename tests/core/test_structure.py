@@ -4,14 +4,13 @@ import ast
 import graphlib
 import re
 import symtable
-import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
 import tinyvllm.engine
-from helpers.commands import run_process
+from helpers.commands import run_python
 from test_size import EXTENSION, PACKAGE, code_tokens
 
 ROOT = PACKAGE.parent
@@ -144,7 +143,7 @@ def test_core_names_the_extension_in_one_place():
 
 def test_core_loads_no_module_of_the_extension():
   code = "import sys, tinyvllm.engine; print([name for name in sys.modules if name.startswith('tinyvllm_extra')])"
-  run = run_process(sys.executable, "-c", code)
+  run = run_python(code)
   assert run.stdout == "[]\n", run.stderr
 
 

@@ -1,4 +1,5 @@
-"""Command lines: in this process, where they may use the fake device, and as a process of their own."""
+"""Command lines: in this process, where they may use the fake device, and as a process of their own. Errors of one
+line."""
 import io
 import logging
 import os
@@ -6,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -69,9 +71,21 @@ def run_process(*command: Any, stdin: str = "", **env: str) -> subprocess.Comple
                         cwd=ROOT, capture_output=True, text=True, timeout=240)
 
 
+def run_python(code: str, *arguments: Any, **env: str) -> subprocess.CompletedProcess:
+  """Run a Python program as run_process does, by default on the CPU."""
+  return run_process(sys.executable, "-c", code, *arguments, **{"DEV": "CPU", **env})
+
+
 def process(*arguments: Any, **options: str) -> subprocess.CompletedProcess:
   """Run `tinyvllm *arguments` as a process, with `stdin` and environment variables in `options`."""
   return run_process(sys.executable, "-m", "tinyvllm", *arguments, **options)
+
+
+def check_error(call: Callable[[], Any], *parts: Any) -> None:
+  """Check that a call raises a ValueError of one line with these parts."""
+  with pytest.raises(ValueError) as e: call()
+  for part in parts: assert str(part) in str(e.value), f"{part} is not in: {e.value}"
+  assert len(str(e.value).splitlines()) == 1
 
 
 def error_line(run: subprocess.CompletedProcess, code: int = 1) -> str:

@@ -106,15 +106,21 @@ def quantized_model(folder: Path, name: str, seed: int = 0) -> tuple[Path, Path]
   return folder / "quantized", folder / "float"
 
 
-def load_model(path: Path, dtype: Any = dtypes.float32, count: int = 1, backend: Any = None,
-               quantization: str | None = None) -> Any:
-  """Load the model in a folder or a GGUF file, on `count` devices."""
-  checkpoint = open_checkpoint(path, quantization)
+def open_model(path: Path, dtype: Any = dtypes.float32, count: int = 1, backend: Any = None) -> Any:
+  """Open a folder or a GGUF file. Return the checkpoint with its model on `count` devices, without weights."""
+  checkpoint = open_checkpoint(path)
   config, model_class = find_model(checkpoint.hf_config, path)
   devices = Devices() if count == 1 else parallel.ShardedDevices(parallel.device_names(count))
-  model = model_class(config, dtype, backend or kernels.make_backend(), devices)
-  checkpoint.load(model)
-  return model
+  checkpoint.model = model_class(config, dtype, backend or kernels.make_backend(), devices)
+  checkpoint.unread = checkpoint.stored_tensors()
+  return checkpoint
+
+
+def load_model(path: Path, *args: Any, **options: Any) -> Any:
+  """Return the model of open_model with its weights."""
+  checkpoint = open_model(path, *args, **options)
+  checkpoint.load(checkpoint.model)
+  return checkpoint.model
 
 
 class Matrices(SafetensorsCheckpoint):

@@ -56,7 +56,7 @@ def events(lines: Iterable[str]) -> Iterator[Any]:
   assert not last, f"no empty line follows {last!r}"
 
 
-class Client:
+class Client(contextlib.AbstractContextManager):
   """Requests to a server. url: its address, without a path."""
   url: str
 
@@ -164,7 +164,6 @@ class Server(Client):
       self.process.wait(20)
     self.folder.cleanup()
 
-  def __enter__(self) -> "Server": return self
   def __exit__(self, *error: Any) -> None: self.close()
 
 
@@ -222,7 +221,6 @@ class LocalServer(Client):
     self.patch.undo()
     return self.server.code
 
-  def __enter__(self) -> "LocalServer": return self
   def __exit__(self, *error: Any) -> None:
     if self.thread.is_alive(): self.stop()
 

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.data import read_data
-from helpers.engines import ENGINE, LogitsRecorder
+from helpers.engines import ENGINE, check_logits
 from helpers.models import random_weights, tiny_config, tiny_model, write_safetensors
 from helpers.quantized_models import Matrices, SIZES, is_projection
-from helpers.reference import reference_greedy, reference_logits
 
 from tinyvllm import LLM, Backend, InputError
 from tinyvllm_extra.formats import weights
@@ -22,14 +21,12 @@ PROMPT = [5, 17, 99, 250, 31]
 WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 384}   # multiples of 128
 
 
-def check_logits(folder: Path, weights: dict[str, np.ndarray], sizes: dict[str, Any] = SIZES, **options: Any) -> None:
+def check_model(folder: Path, weights: dict[str, np.ndarray], sizes: dict[str, Any] = SIZES, **options: Any) -> None:
   """Check that the checkpoint in `folder` gives the same greedy ids as `weights`, and in float32 logits within
   1e-3 of theirs, with activations in float."""
   plain = tiny_model(folder / "dequantized", **sizes)
   write_safetensors(plain / "model.safetensors", weights)
-  ids, logits = LogitsRecorder(LLM(folder, **ENGINE, activation_quantization="none", **options)).generate(PROMPT, 8)
-  assert ids == reference_greedy(plain, PROMPT, 8)
-  np.testing.assert_allclose(logits, reference_logits(plain, [*PROMPT, *ids])[len(PROMPT) - 1:-1], atol=1e-3)
+  check_logits(folder, plain, PROMPT, atol=1e-3, **options)
 
 
 # compressed-tensors
@@ -81,7 +78,7 @@ STRATEGIES = [{"strategy": "tensor"}, {"strategy": "channel"}, {"strategy": "blo
   *[({**FLOAT, **strategy, "activations": activations}, f"float8, per {strategy['strategy']}")
     for activations in ACTIVATIONS for strategy in STRATEGIES]], ids=str)
 def test_compressed_tensors_logits_equal_decompressed_model(tmp_path, arguments, description):
-  check_logits(tmp_path, write_compressed(tmp_path, **arguments))
+  check_model(tmp_path, write_compressed(tmp_path, **arguments))
   text = f"compressed-tensors {description}; embed_tokens, lm_head float32"
   assert open_checkpoint(tmp_path).describe() == text
 
@@ -171,7 +168,7 @@ def write(folder: Path, config: dict[str, Any], sizes: dict[str, Any], quantize:
 def test_float_logits_equal_dequantized_model(tmp_path, name, caplog):
   config, sizes, _ = FORMATS[name]
   expected = write(tmp_path, *FORMATS[name])
-  with caplog.at_level("INFO", "tinyvllm"): check_logits(tmp_path, expected, sizes)
+  with caplog.at_level("INFO", "tinyvllm"): check_model(tmp_path, expected, sizes)
   kind = config.get("bnb_4bit_quant_type")
   text = f"bitsandbytes {kind}, dequantized" if kind else "fp8"
   assert f"({text}; embed_tokens, lm_head float32) in float32" in caplog.text
@@ -179,7 +176,7 @@ def test_float_logits_equal_dequantized_model(tmp_path, name, caplog):
 
 @pytest.mark.parametrize("name", ["static", "nf4 bfloat16"])
 def test_core_backend_logits_equal_dequantized_model(tmp_path, name):
-  check_logits(tmp_path, write(tmp_path, *FORMATS[name]), backend=Backend())
+  check_model(tmp_path, write(tmp_path, *FORMATS[name]), backend=Backend())
 
 
 def test_decode_e4m3_equals_torch():
@@ -210,7 +207,7 @@ def test_switch_keeps_e4m3_shards(tmp_path, monkeypatch, is_native, axis, source
 
 @pytest.mark.parametrize("method,name", [("fp8", "static"), ("bitsandbytes", "nf4 nested")])
 def test_quantization_option_names_method_of_checkpoint(tmp_path, method, name):
-  check_logits(tmp_path, write(tmp_path, *FORMATS[name]), quantization=method)
+  check_model(tmp_path, write(tmp_path, *FORMATS[name]), quantization=method)
   for other in {"fp8", "bitsandbytes", "gguf", "int8"} - {method}:
     text = f"^quantization='{other}' does not match .*{tmp_path.name}, which is {method}: use '{method}' or "
     with pytest.raises(InputError, match=text): LLM(tmp_path, quantization=other, **ENGINE)

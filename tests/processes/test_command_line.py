@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.common import SHAPES
-from helpers.commands import FLAGS, PYTHONPATH, error_line, process, run_process, start_process
+from helpers.commands import FLAGS, PYTHONPATH, error_line, process, run_python, start_process
 from helpers.hub import Hub
 from helpers.models import sentencepiece_model, tensor_shapes
 from helpers.servers import wait_until
@@ -71,8 +71,8 @@ def test_doctor_measures_the_cpu_and_reports_crashed_drivers(folder, tmp_path):
   (tmp_path / "sitecustomize.py").write_text(FAULTS)
   code = ("import sys\nfrom tinyvllm_extra.cli import doctor, main\n"
           "doctor.ORDER = ['CUDA', 'QCOM', 'METAL', 'CPU']\nsys.exit(main())")   # each one starts a process
-  run = run_process(sys.executable, "-c", code, "doctor", "--json", "--seconds", 0.05, "--model", folder, DEV="CPU",
-                    PYTHONPATH=os.pathsep.join([PYTHONPATH, str(tmp_path)]))
+  run = run_python(code, "doctor", "--json", "--seconds", 0.05, "--model", folder,
+                   PYTHONPATH=os.pathsep.join([PYTHONPATH, str(tmp_path)]))
   report = json.loads(run.stdout)
   rows = {row["backend"]: row for row in report["backends"]}
   assert (run.returncode, report["chosen"], rows["CPU"]["opens"]) == (0, "CPU", True) and "Traceback" not in run.stderr
@@ -96,8 +96,7 @@ def run_within(folder, gib, shape, *options):
   os.truncate(folder / "model.safetensors", 8 + len(header) + end)
   code = (f"import resource, sys\nresource.setrlimit(resource.RLIMIT_DATA, 2 * ({gib * GIB},))\n"
           "from tinyvllm_extra.cli import main\nsys.exit(main())")
-  return run_process(sys.executable, "-c", code, "generate", "Hello", "--model", folder, "--max-tokens", 1, *options,
-                     DEV="CPU")
+  return run_python(code, "generate", "Hello", "--model", folder, "--max-tokens", 1, *options)
 
 
 def test_8b_is_refused_with_quantization_that_would_fit(tmp_path):

@@ -1,13 +1,10 @@
 """The core with its dependencies only: it passes the milestones with its plain backend, and each feature that needs the
 extension raises a one-line error that names tinyvllm_extra."""
 import json
-import os
-import shutil
-import subprocess
 import sys
 
 import pytest
-from helpers.commands import ROOT, run_process
+from helpers.commands import ROOT, process, run_process
 from helpers.data import read_data
 from helpers.models import tiny_model
 from helpers.parameters import slow
@@ -62,11 +59,9 @@ def test_core_alone_has_no_methods_of_the_extension_and_ignores_a_default_that_i
 
 
 def test_command_line_without_extension_exits_with_error_naming_it(tmp_path):
-  shutil.copytree(ROOT / "tinyvllm", tmp_path / "tinyvllm", ignore=shutil.ignore_patterns("__pycache__"))
   block = "import sys\nsys.modules['tinyvllm_extra'] = None\n"   # the environment may have it installed
   (tmp_path / "sitecustomize.py").write_text(block)
-  run = subprocess.run([sys.executable, "-m", "tinyvllm", "generate", "Hello"], cwd=tmp_path, capture_output=True,
-                       env={**os.environ, "PYTHONPATH": str(tmp_path)}, text=True, timeout=60)
+  run = process("generate", "Hello", PYTHONPATH=str(tmp_path))
   assert run.returncode == 1 and run.stdout == ""
   last_line = run.stderr.splitlines()[-1]
   assert last_line.startswith("ImportError: cli ") and "tinyvllm_extra" in last_line

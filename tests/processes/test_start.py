@@ -2,17 +2,12 @@
 import os
 import re
 import signal
-import sys
 
 import pytest
-from helpers.commands import flags, process, run_process, start_process
+from helpers.commands import flags, process, run_python, start_process
 from helpers.engines import ENGINE
 from helpers.models import tiny_model
 from helpers.servers import Server, wait_until
-
-
-
-def run_python(code, *arguments): return run_process(sys.executable, "-c", code, *arguments, DEV="CPU")
 
 
 def hello(folder, **env):
