@@ -72,7 +72,7 @@ def test_generate_failed_step_raises_and_aborts_all_requests(engine, folder, mon
 @pytest.mark.parametrize("place", ["schedule", "start_step", "update"])
 def test_stream_closed_during_a_step_ends_in_next_step(engine, folder, monkeypatch, overlaps, place):
   """A garbage collection may close a stream at any time, also in another request's step."""
-  stream = engine.generate_stream(tokens(prompt(6, overlaps, place)), greedy(9))
+  stream, before = engine.generate_stream(tokens(prompt(6, overlaps, place)), greedy(9)), engine.get_metrics()
   next(stream)
   job = prompt(5, overlaps, place), 4
   engine.add_request("other", tokens(job[0]), greedy(job[1]))
@@ -86,6 +86,7 @@ def test_stream_closed_during_a_step_ends_in_next_step(engine, folder, monkeypat
   engine.step()
   check_outputs(folder, finish(engine)[0], {"other": job})
   assert not engine.requests and engine.blocks.num_used() == 0
+  assert engine.get_metrics()["requests_finished"] == before["requests_finished"] + 1, "not of the closed one"
 
 
 @pytest.mark.parametrize("num_steps", [0, 2])

@@ -55,15 +55,6 @@ def test_bitmask_of_allowed_tokens_is_computed_once(words_llm):
   assert np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist() == [5, 40]
 
 
-def test_request_abandoned_during_a_step_does_not_count_as_finished(words_folder):
-  llm = LLM(words_folder, **ENGINE)
-  llm.add_request("a", tokens(prompt(5)), greedy(4))
-  llm.add_request("b", tokens(prompt(6)), greedy(50))
-  llm._abandoned.append("b")   # as garbage collection during a step does
-  while llm.has_unfinished_requests(): llm.step()
-  assert llm.get_metrics()["requests_finished"] == 1
-
-
 @pytest.mark.parametrize("architecture,limit,scaling,length", read_data("model_configs.json")["context lengths"])
 def test_yarn_extends_the_context_as_its_model_card_says(tmp_path, architecture, limit, scaling, length):
   config = {**tiny_config(), "architectures": [architecture], "max_position_embeddings": limit, "rope_scaling": scaling}

@@ -1,6 +1,6 @@
-"""SmolLM2-135M compared with Hugging Face transformers in float32. TINYVLLM_MODEL: the model's folder, whose path plus
-.gguf is the same model as GGUF. TINYVLLM_GOLDEN: prompts, their ids, last logits, greedy ids, and the margin of each
-greedy id over the second best."""
+"""SmolLM2-135M compared with Hugging Face transformers in float32. TINYVLLM_MODEL: the model's folder. TINYVLLM_GOLDEN:
+prompts, their ids, last logits, greedy ids, and the margin of each greedy id over the second best. test_real_models.py
+has the model as GGUF."""
 import os
 from pathlib import Path
 
@@ -25,16 +25,12 @@ def existing(variable, file, default=None):
 
 
 @pytest.fixture(scope="module")
-def model(): return existing("TINYVLLM_MODEL", "config.json")
-
-
-@pytest.fixture(scope="module")
 def golden():
   with np.load(existing("TINYVLLM_GOLDEN", "", GOLDEN)) as data: return dict(data)
 
 
 @pytest.fixture(scope="module")
-def recorder(model): return LogitsRecorder(LLM(model, **OPTIONS))
+def recorder(): return LogitsRecorder(LLM(existing("TINYVLLM_MODEL", "config.json"), **OPTIONS))
 
 
 def text(golden, i): return golden[f"prompt_{i}"].tobytes().decode()
@@ -61,11 +57,3 @@ def test_last_prompt_logits_and_greedy_ids_equal_golden(recorder, golden, i):
 def test_greedy_ids_in_batch_of_5_equal_golden(recorder, golden):
   outputs = recorder.engine.generate([text(golden, i) for i in PROMPTS], greedy(32))
   for i in PROMPTS: check_ids(golden, i, ids_of(outputs[i]))
-
-
-def test_gguf_ids_equal_safetensors(model, recorder, golden):
-  path = Path(f"{model}.gguf")
-  if not path.exists(): pytest.fail(f"{path} must be the same model as GGUF")
-  gguf = LLM(path, **OPTIONS, activation_quantization="none")   # the other file has floats
-  output, expected = (llm.generate(text(golden, 0), greedy(8))[0] for llm in (gguf, recorder.engine))
-  assert output.prompt_token_ids == golden["input_ids_0"].tolist() and ids_of(output) == ids_of(expected)

@@ -66,13 +66,7 @@ def test_response_cut_off_by_max_output_tokens_is_incomplete(answer):
   assert response.status == response.output[0].status == "incomplete"
   assert response.incomplete_details.reason == "max_output_tokens"
   assert response.max_output_tokens == response.usage.output_tokens == 3
-
-
-def test_usage_counts_cached_prompt_tokens(answer):
-  text = "a long question which fills some blocks of the cache"
-  first, second = (answer("yes", input=text).usage for _ in range(2))
-  assert first.total_tokens == first.input_tokens + first.output_tokens
-  assert first.input_tokens_details.cached_tokens < second.input_tokens_details.cached_tokens < second.input_tokens
+  assert response.usage.total_tokens == response.usage.input_tokens + 3
 
 
 def test_reasoning_item_precedes_message(answer):
