@@ -35,15 +35,8 @@ class SnapshotScheduler(Scheduler):
     return super().schedule(budget)
 
   def refresh(self, states: StatePool) -> None:
-    """Take the snapshots of the last step, and return to the state before drafts if one was rejected."""
-    self.take_snapshots(states)
-    for seq, slot in [(seq, seq.slot) for seq in self.running]:
-      if slot is None or seq.num_computed == self.positions[slot]: continue
-      states.copy([(states.backup(slot), slot)])
-      seq.num_computed = self.positions[slot] = self.backups[slot]
-
-  def take_snapshots(self, states: StatePool) -> None:
-    """Copy the states at the end of the last step, whose inputs are known by now."""
+    """Take the snapshots at the end of the last step, whose inputs are known by now, and return to the state before
+    drafts if one was rejected."""
     slots: dict[int, int] = {}   # by row: the snapshot that replaces another of this step gets the row
     for seq, slot, position in self.ends:
       key = self.blocks.block_hash(seq, position // self.blocks.block_size - 1)
@@ -55,6 +48,10 @@ class SnapshotScheduler(Scheduler):
       if is_answer: self.newest[seq] = key
     self.ends = []
     states.copy([(slot, row) for row, slot in slots.items()])
+    for seq in self.running:
+      if seq.slot is None or seq.num_computed == self.positions[seq.slot]: continue
+      states.copy([(states.backup(seq.slot), seq.slot)])
+      seq.num_computed = self.positions[seq.slot] = self.backups[seq.slot]
 
   def _schedule_tokens(self, batch: dict[Sequence, int], seq: Sequence, num_tokens: int) -> int:
     if self.states and num_tokens > 1:   # end where a snapshot is due

@@ -1,7 +1,7 @@
 """Quantized weights, w = q * scale + offset in groups of consecutive inputs: int8 and int4 quantized at load; AWQ (Lin
 et al. 2023), GPTQ (Frantar et al. 2022) and compressed-tensors; e4m3 and e2m1; bitsandbytes with 4 bits (Dettmers et
 al. 2023), which is dequantized."""
-import concurrent.futures, json, math, pathlib
+import concurrent.futures, functools, json, math, pathlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -243,7 +243,7 @@ READERS: dict[str | None, Callable[["FastCheckpoint", str, tuple[int, int]], Mat
 # Operations on matrices
 
 def map_rows(function: Callable[[np.ndarray], np.ndarray], w: Matrix) -> Matrix:
-  """Apply a function of rows to a matrix, or to q, scale and offset of a quantized one."""
+  """Apply a function to a matrix, or to q, scale and offset of a quantized one."""
   if isinstance(w, np.ndarray): return function(w)
   return w._replace(q=function(w.q), scale=function(w.scale), offset=None if w.offset is None else function(w.offset))
 
@@ -288,11 +288,10 @@ def split(w: Matrix, count: int, axis: int, dtype: DTypeLike = np.float16) -> li
   if axis == 1 and ((np.diff(w.order) != 1).any() or splits_group):
     logger.warning("a matrix is dequantized: tensor_parallel_size=%d cannot split its groups", count)
     return [*np.split(dequantize(w, dtype), count, 1)]
-  def split_array(x: np.ndarray) -> list[np.ndarray]:
-    return [x] * count if axis == 1 and x.shape[1] == 1 else np.split(x, count, axis)
-  offsets = [None] * count if w.offset is None else split_array(w.offset)
-  shards = zip(split_array(w.q), split_array(w.scale), offsets, strict=True)
-  return [Quantized(*shard, np.arange(shard[0].shape[1]) if axis == 1 else w.order) for shard in shards]
+  def shard(x: np.ndarray, i: int) -> np.ndarray:   # all inputs may share a scale
+    return x if axis == 1 and x.shape[1] == 1 else np.split(x, count, axis)[i]
+  if axis == 1: w = w._replace(order=np.arange(len(w.order) // count))
+  return [map_rows(functools.partial(shard, i=i), w) for i in range(count)]
 
 
 def quantize(weight: np.ndarray, bits: int) -> Matrix:

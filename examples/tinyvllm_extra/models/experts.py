@@ -4,7 +4,7 @@ from typing import Any
 
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.backend import Backend, Linear
+from tinyvllm.backend import Backend
 from tinyvllm.config import InputError
 
 from .layers import VariantLayer
@@ -19,18 +19,17 @@ def choose_experts(logits: Tensor, k: int, is_normalized: bool) -> tuple[Tensor,
   """Return the experts with the k largest logits, (T, k) int32, the first of equal ones, and their weights, (T, k): the
   softmax over all logits or, normalized, over the chosen ones. logits: (T, E) float32."""
   count = int(logits.shape[1])
-  expert = Tensor.arange(count, dtype=dtypes.int32)                     # (E,)
+  expert = Tensor.arange(count)                                         # (E,)
   others, own = logits.unsqueeze(1), logits.unsqueeze(2)
   is_before = (others > own) | ((others == own) & (expert < expert.unsqueeze(1)))   # (T, E, E)
   rank = is_before.sum(2, dtype=dtypes.int32).contiguous()              # (T, E)
-  is_chosen = rank.unsqueeze(1) == Tensor.arange(k, dtype=dtypes.int32).unsqueeze(1)   # (T, k, E)
+  is_chosen = rank.unsqueeze(1) == Tensor.arange(k).unsqueeze(1)         # (T, k, E)
   ids = is_chosen.where(expert, 0).sum(2, dtype=dtypes.int32).minimum(count - 1)   # NaN may sum to more
   scores = is_chosen.where(others, 0).sum(2)
   weights = scores.softmax(1) if is_normalized else (scores - logits.logsumexp(1, keepdim=True)).exp()
   return ids.contiguous(), weights.contiguous()
 
 
-def numbers(count: int) -> Tensor: return Tensor.arange(count, dtype=dtypes.int32)
 def sums(x: Tensor) -> Tensor: return x.sum(1, dtype=dtypes.int32)
 
 
@@ -39,28 +38,24 @@ def group_by_expert(experts: Tensor, count: int, rows: int) -> Tensor:
   none, sorted by expert. experts: (P,) int32, the expert of each pair, one of `count`."""
   num_pairs = experts.max_shape[0]
   num_groups = (num_pairs + count * (rows - 1)) // rows               # at most
-  expert, pair = numbers(count), numbers(num_pairs)
+  expert, pair = Tensor.arange(count), Tensor.arange(num_pairs)
   sizes = sums(experts == expert.unsqueeze(1))                        # (E,), pairs of each expert
   groups = ((sizes + rows - 1) // rows).contiguous()
   before = sums((expert < experts.unsqueeze(1)).where(groups, 0))     # (P,), groups of earlier experts
   rank = sums((experts == experts.unsqueeze(1)) & (pair < pair.unsqueeze(1)))   # (P,), earlier pairs of the expert
   place = (before * rows + rank).contiguous()                         # (P,), a pair's place in the groups
-  places = numbers(num_groups * rows).unsqueeze(1)
+  places = Tensor.arange(num_groups * rows).unsqueeze(1)
   targets = sums((place == places).where(pair - num_pairs, 0)) + num_pairs    # (G * rows,)
   ends = sums((expert <= expert.unsqueeze(1)).where(groups, 0)).contiguous()   # (E,)
-  group_experts = sums(ends <= numbers(num_groups).unsqueeze(1)).minimum(count - 1)   # (G,)
+  group_experts = sums(ends <= Tensor.arange(num_groups).unsqueeze(1)).minimum(count - 1)   # (G,)
   return group_experts.reshape(-1, 1).cat(targets.reshape(-1, rows), dim=1).contiguous()
 
 
 class MixtureLayer(VariantLayer):
   """A transformer block with experts and, with config.has_shared_expert, an MLP for all tokens: see `mlp`."""
-  router: Linear | None = None
-  shared_gate: Linear | None = None
-
   def make_mlp(self) -> None:
     config, backend = self.config, self.backend
     count, size = config.num_experts, config.moe_intermediate_size
-    if int(self.name.split(".")[-1]) in config.dense_layers: return super().make_mlp()
     self.router = self.linear(self.backend.Linear, config.hidden_size, {"mlp.gate": count}, config.expert_bias)
 
     if not isinstance(backend, MixtureBackend):
@@ -88,12 +83,11 @@ class MixtureLayer(VariantLayer):
     return ((up + 1) * gate * (alpha * gate).sigmoid()).cast(x.dtype).contiguous()
 
   def mlp(self, h: Tensor) -> Tensor:
-    if self.router is None: return super().mlp(h)
     T, k = h.shape[0], self.config.num_experts_per_tok
     ids, weights = choose_experts(self.router(h, dtype=dtypes.float32), k, self.config.norm_topk_prob)
     row_groups = self.gate_up.group_rows(ids)
     activations = self.activate(self.gate_up.route(h, row_groups, T * k))
     outputs = self.down.route(activations, row_groups, T * k)           # (T * k, hidden)
     out = (outputs.float().unflatten(0, (T, k)) * weights.unsqueeze(2)).sum(1)
-    if self.shared_gate: out = out + super().mlp(h) * self.shared_gate(h, dtype=dtypes.float32).sigmoid()
+    if self.config.has_shared_expert: out = out + super().mlp(h) * self.shared_gate(h, dtype=dtypes.float32).sigmoid()
     return out.cast(h.dtype).contiguous()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor, dtypes, nn
 from tinygrad.dtype import DType
 
 from tinyvllm import llama
@@ -20,11 +20,11 @@ L = TypeVar("L", bound=Linear)
 
 @dataclasses.dataclass(frozen=True)
 class VariantConfig(ModelConfig):
-  """The shape of a model and the options of its layers; the defaults are LLaMA's. layer: the class of its layers.
-  windows and rope_kinds have a value for each layer. float16 overflows in models whose activations exceed 65504."""
-  layer: type[llama.Layer] = llama.Layer
+  """The shape of a model and the options of its layers; the defaults are LLaMA's. layers, windows and rope_kinds have a
+  value for each layer. float16 overflows in models whose activations exceed 65504."""
+  layers: tuple["type[VariantLayer]", ...] = ()   # classes
   windows: tuple[int, ...] = ()      # positions that a token attends to, its own included; 0: all
-  ropes: tuple[JsonObject | None, ...] = ()   # parameters of RoPE, as rope_parameters in config.json; None: no rotation
+  ropes: tuple[JsonObject, ...] = ()   # parameters of RoPE, as rope_parameters in config.json
   rope_kinds: tuple[int, ...] = ()   # index into ropes
   norms: Sequence[str | None] = ("input_layernorm", None, "post_attention_layernorm", None)   # see VariantLayer
   norm_offset: int | None = None     # added to the weights of norms, which are then float32
@@ -50,19 +50,16 @@ class VariantConfig(ModelConfig):
   num_experts_per_tok: int = 0
   moe_intermediate_size: int = 0
   norm_topk_prob: bool = True        # the weights of a token's experts sum to 1
-  dense_layers: Sequence[int] = ()   # layers with an MLP instead of experts
   is_stacked: bool = False           # the checkpoint has all experts in one tensor
   expert_bias: bool = False          # biases of the router and the experts
   has_shared_expert: bool = False    # the MLP computes all tokens, scaled by a gate
   swiglu_alpha: float = 0            # factor in gpt-oss's activation (arXiv:2508.10925); 0: silu instead
   swiglu_limit: float = 0            # limit of its inputs
   # Recurrent layers: see recurrent.py
-  layer_types: Sequence[str] = ()    # "full_attention", else the layer has a state; (): none has
   kernel_size: int = 3               # inputs of a convolution
   channels: int = 0                  # that the convolutions compute
   matrices: tuple[int, int] = (0, 0)   # K, 0 for no matrix, and the mixer's outputs, heads * V: see delta_kernel
   heads: tuple[int, int] = (0, 0)    # heads of the delta rule, and groups of neighbours with the same q and k
-  in_proj: JsonObject = dataclasses.field(default_factory=dict)   # rows of the mixer's inputs, by name
 
 
 def row_order(config: ModelConfig, name: str, count: int) -> np.ndarray | None:
@@ -70,7 +67,7 @@ def row_order(config: ModelConfig, name: str, count: int) -> np.ndarray | None:
   head rotates, a half of it begins each half of a head, as attention rotates the two halves of a head with each other:
   the scores do not change, as the order is the same for q and k. Gates follow the queries of all heads."""
   if not re.search(r"\.(q|k|qkv)_(proj|norm)$", name) or not isinstance(config, VariantConfig): return None
-  sizes = [int(config.head_dim * rope["partial_rotary_factor"]) for rope in config.ropes if rope]
+  sizes = [int(config.head_dim * rope.get("partial_rotary_factor", 1)) for rope in config.ropes]
   if set(sizes) <= {config.head_dim} and not config.gate: return None
   parts = 1 + (bool(config.gate) and name.endswith(config.gate))
   rows = np.arange(count).reshape(-1, parts, config.head_dim).swapaxes(0, 1).reshape(-1, config.head_dim)   # (heads, D)
@@ -79,12 +76,6 @@ def row_order(config: ModelConfig, name: str, count: int) -> np.ndarray | None:
   halves = zip(np.split(rotated, 2, 1), np.split(plain, 2, 1), strict=True)
   rows[:heads] = np.hstack([part for half in halves for part in half])
   return rows.ravel()
-
-
-def unit_norm(x: Tensor, eps: float) -> Tensor:
-  """RMS norm without weights over the last axis, computed in float32."""
-  h = x.float()
-  return (h * (h.square().mean(-1, keepdim=True) + eps).rsqrt()).cast(x.dtype)
 
 
 class Plain(Module):
@@ -98,6 +89,10 @@ class VariantLayer(llama.Layer):
   """A transformer block with options. config.norms: the checkpoint's names of the norms before attention, after it,
   before the MLP and after it. Layers with equal `options` and tensors of equal shapes compute the same."""
   config: VariantConfig
+
+  def __new__(cls, config: VariantConfig, index: int, dtype: DType, backend: Backend) -> "VariantLayer":
+    """Return a layer of the class that the config names."""
+    return super().__new__(config.layers[index])
 
   def __init__(self, config: VariantConfig, index: int, dtype: DType, backend: Backend):
     self.config, self.backend, self.dtype = config, backend, dtype
@@ -124,8 +119,7 @@ class VariantLayer(llama.Layer):
     # With a norm after it, an output must be one sum
     self.o_proj = self.linear(linear, q_size, {"self_attn.o_proj": config.hidden_size}, config.attention_bias,
                               0 if config.norms[1] else 1)
-    sinks = Plain(f"{self.name}.self_attn.sinks", (config.num_attention_heads,), dtypes.float32)
-    self.sinks = sinks if config.has_sinks else None
+    self.sinks = self.plain("self_attn.sinks", config.num_attention_heads) if config.has_sinks else None
 
   def norm(self, source: str, size: int) -> Norm:
     dtype = self.dtype if self.config.norm_offset is None else dtypes.float32   # 1 + w needs more digits than w
@@ -134,6 +128,8 @@ class VariantLayer(llama.Layer):
 
   def linear(self, layer_type: type[L], in_features: int, rows: dict[str, int], bias: bool, axis: int = 0) -> L:
     return layer_type(in_features, {f"{self.name}.{x}": n for x, n in rows.items()}, bias, self.dtype, axis)
+
+  def plain(self, name: str, *shape: int) -> Plain: return Plain(f"{self.name}.{name}", shape, dtypes.float32)
 
   def make_mlp(self) -> None:
     """Make the modules of `mlp`."""
@@ -158,8 +154,8 @@ class VariantLayer(llama.Layer):
     sizes = [n * config.head_dim for n in (*[heads] * (1 + bool(config.gate)), kv_heads, kv_heads)]
     q, *gates, k, v = qkv.split(sizes, 1)                               # (T, heads * D) each
     if config.qk_norm == "unit":
-      qk = unit_norm(q.cat(k, dim=1).unflatten(1, (-1, config.head_dim)), config.rms_norm_eps)   # (T, H + KV, D)
-      qkv = qk.flatten(1).cat(v, dim=1).contiguous()
+      qk = q.cat(k, dim=1).unflatten(1, (-1, config.head_dim))          # (T, H + KV, D)
+      qkv = nn.RMSNorm(config.head_dim, config.rms_norm_eps, False)(qk).flatten(1).cat(v, dim=1).contiguous()
     elif config.qk_norm:
       def normed(x, norm):
         return norm(x.reshape(x.shape[0], -1, norm.weight.shape[0]).contiguous()).reshape(x.shape)
@@ -184,11 +180,11 @@ class VariantLayer(llama.Layer):
 class LlamaVariant(Llama):
   """A model whose layers have options."""
   config: VariantConfig
+  Layer = VariantLayer
 
   def __init__(self, config: VariantConfig, dtype: DType, backend: Backend, devices: Devices):
-    self.Layer = config.layer
     is_whole = any(config.norms[1::2]) or config.qk_norm == "all" or config.fused or config.has_sinks
-    if is_whole or config.layer is not VariantLayer:
+    if is_whole or {*config.layers} != {VariantLayer}:
       check_one_device(len(devices.names), ": this model has experts, recurrent layers, learned positions, sinks, "
                        "norms of whole outputs, or q, k and v or gate and up in one matrix")
     check(dtype != dtypes.float16 or not config.overflows_float16, "dtype='float16' overflows in this model: use "
@@ -212,7 +208,7 @@ class LlamaVariant(Llama):
 
   def embed(self, ids: Tensor, tokens: Tensor) -> Tensor:
     x = super().embed(ids, tokens)
-    if self.config.unit_embeddings: x = unit_norm(x, self.config.rms_norm_eps).contiguous()
+    if self.config.unit_embeddings: x = nn.RMSNorm(int(x.shape[1]), self.config.rms_norm_eps, False)(x).contiguous()
     return x if self.config.embedding_multiplier == 1 else x * self.config.embedding_multiplier
 
   def __call__(self, *inputs: Any) -> Tensor:

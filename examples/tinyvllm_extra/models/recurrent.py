@@ -14,7 +14,7 @@ from tinyvllm.config import ModelConfig
 from tinyvllm.runner import Runner, upload, zeros
 
 from .experts import MixtureLayer
-from .layers import Plain, VariantConfig, VariantLayer
+from .layers import VariantConfig, VariantLayer
 
 SLOT, POSITION = [[*TOKENS.formats].index(name) for name in ("slot", "position")]
 WIDTH, PARTS, GROUPS = 8, 8, 64   # on a GPU, see TokenLoop (measured on an H200)
@@ -24,9 +24,9 @@ COPIED = 2**16   # numbers of each layer that a copy moves together, at least on
 def state_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
   """Return the shape of each layer's state in float32: the convolution's last inputs, (kernel_size - 1, channels), then
   `matrices`, in one row; () for a layer with K and V."""
-  if not isinstance(config, VariantConfig) or not config.layer_types: return [()] * config.num_hidden_layers
+  if not isinstance(config, VariantConfig): return [()] * config.num_hidden_layers
   size = (config.kernel_size - 1) * config.channels + math.prod(config.matrices)
-  return [() if kind == "full_attention" else (size,) for kind in config.layer_types]
+  return [() if layer.has_kv else (size,) for layer in config.layers]
 
 
 def copy_kernel(state: UOp, pairs: UOp) -> UOp:
@@ -212,21 +212,18 @@ def delta_kernel(out: UOp, state: UOp, x: UOp, gates: UOp, tokens: UOp, K: int, 
 
 
 class HybridLayer(VariantLayer):
-  """A transformer block of LFM2 (Liquid AI 2025, arXiv:2511.23404), with attention or, where the layer has a state, a
-  short convolution."""
+  """A transformer block of LFM2 (Liquid AI 2025, arXiv:2511.23404) with a short convolution instead of attention."""
+  has_kv = False
+  rows = property(lambda self: {"mixer.in_proj": 3 * self.config.hidden_size})   # rows of in_proj, by name
+
   def make_attention(self) -> None:
     config = self.config
-    self.has_kv = not state_shapes(config)[int(self.name.split(".")[-1])]
-    if self.has_kv: return super().make_attention()
-    self.in_proj = self.linear(self.backend.Linear, config.hidden_size, config.in_proj, False)
-    self.conv = self.plain("conv1d", config.channels, 1, config.kernel_size)
+    self.in_proj = self.linear(self.backend.Linear, config.hidden_size, self.rows, False)
+    self.conv = self.plain("mixer.conv1d", config.channels, 1, config.kernel_size)
     self.out_proj = self.linear(self.backend.Linear, config.matrices[1], {"mixer.out_proj": config.hidden_size}, False)
-
-  def plain(self, name: str, *shape: int) -> Plain: return Plain(f"{self.name}.mixer.{name}", shape, dtypes.float32)
 
   def attention(self, h: Tensor, cache: list[Tensor], ropes: list[Tensor], tokens: Tensor,
                 block_tables: Tensor) -> Tensor:
-    if self.has_kv: return super().attention(h, cache, ropes, tokens, block_tables)
     return self.out_proj(self.mix(h, cache[0], tokens).cast(h.dtype).contiguous())
 
   def mix(self, h: Tensor, state: Tensor, tokens: Tensor) -> Tensor:
@@ -236,15 +233,16 @@ class HybridLayer(VariantLayer):
 
 
 class DeltaRuleLayer(HybridLayer):
-  """A transformer block of Qwen3.5. Unlike Qwen3 it has the gated delta rule instead of attention in most
-  layers, gates for the outputs of attention, RoPE on a quarter of a head, and norms of 1 + w."""
+  """A transformer block of Qwen3.5 with the gated delta rule. Unlike Qwen3 this model has it instead of attention in
+  most layers, gates for the outputs of attention, RoPE on a quarter of a head, and norms of 1 + w."""
+  rows = property(lambda self: {"mixer.in_proj_qkv": self.config.channels, "mixer.in_proj_z": self.config.matrices[1]})
+
   def make_attention(self) -> None:
     super().make_attention()
-    if self.has_kv: return
     heads = self.config.heads[0]
     rows = {"mixer.in_proj_b": heads, "mixer.in_proj_a": heads}
     self.in_proj_ba = self.linear(self.backend.Linear, self.config.hidden_size, rows, False)
-    self.dt_bias, self.a_log = [self.plain(name, heads) for name in ("dt_bias", "A_log")]
+    self.dt_bias, self.a_log = [self.plain(f"mixer.{name}", heads) for name in ("dt_bias", "A_log")]
     self.gated_norm = self.norm("mixer.gated", self.config.matrices[1] // heads)
 
   def mix(self, h: Tensor, state: Tensor, tokens: Tensor) -> Tensor:

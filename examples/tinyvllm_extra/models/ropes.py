@@ -10,10 +10,9 @@ from tinyvllm.llama import rope_table
 NO_ROTATION: JsonObject = {"rope_type": "factors", "factors": math.inf, "rope_theta": 1.0}
 
 
-def scaled_rope_table(config: ModelConfig, rope: JsonObject | None, length: int) -> Tensor:
+def scaled_rope_table(config: ModelConfig, rope: JsonObject, length: int) -> Tensor:
   """Return cosines and sines, (length, 2, D / 2), of a model with at most `length` tokens. rope: rope_parameters of
-  config.json, or None for no rotation. The last dimensions of each half are plain if a part of a head rotates."""
-  rope = rope or NO_ROTATION
+  config.json. The last dimensions of each half are plain if a part of a head rotates."""
   scale = 1.0
   size = int(config.head_dim * rope.get("partial_rotary_factor", 1))
   if rope["rope_type"] in SCALINGS:

@@ -1,9 +1,10 @@
 """Architectures like LLaMA: table.json has a row for each name in config.json's `architectures`, or the name of an
 equal row. A row has defaults of config.json's fields, fields whose values are options of the layers, other options, the
 supported values of fields, parts of tensors' names with the modules' names, and names in FUNCTIONS and CLASSES: of the
-function that computes further options, of the layers' class and of the model's."""
+functions that compute further options, of the layers' classes (layer_kinds has each layer's index into them, 0 by
+default) and of the model's."""
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tinyvllm.config import JsonObject, ModelConfig, check, read_json
@@ -13,7 +14,7 @@ from .experts import MixtureLayer
 from .gpt2 import GPT2, GPT2Layer
 from .layers import LlamaVariant, VariantConfig, VariantLayer
 from .recurrent import DeltaRuleLayer, DeltaRuleMixtureLayer, HybridLayer
-from .ropes import ROPE_TYPES, read_rope
+from .ropes import NO_ROTATION, ROPE_TYPES, read_rope
 
 TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
 MODELS = {"LlamaForCausalLM", *TABLES}
@@ -31,17 +32,19 @@ def two_ropes(hf: JsonObject) -> JsonObject:
   """Return windows, and RoPE of full and of sliding layers. Older config.json has only a rope_theta for the latter."""
   rope = hf.get("rope_parameters") or {}
   local = {"rope_type": "default", "rope_theta": hf.get("rope_local_base_freq") or hf["rope_theta"]}
-  is_nested = "full_attention" in rope
-  full = read_rope({**hf, "rope_parameters": rope["full_attention"]} if is_nested else hf)
-  sliding = read_rope({**hf, "rope_parameters": rope["sliding_attention"] if is_nested else local})
+  by_type = {"full_attention": rope, "sliding_attention": local, **rope}
+  ropes = [read_rope({**hf, "rope_parameters": by_type[x]}) for x in ("full_attention", "sliding_attention")]
   options = windows(hf, lambda i: (i + 1) % hf["sliding_window_pattern"] != 0)
-  return options | {"ropes": (full, sliding), "rope_kinds": tuple(int(x > 0) for x in options["windows"])}
+  return options | {"ropes": tuple(ropes), "rope_kinds": tuple(int(x > 0) for x in options["windows"])}
 
 
-def layer_ropes(hf: JsonObject, thetas: list[float]) -> JsonObject:
-  """Return RoPE of each layer. thetas: rope_theta of each layer, 0 for no rotation."""
+def layer_ropes(hf: JsonObject, rotates: Iterable[object]) -> JsonObject:
+  """Return RoPE of each layer, with config.json's layer_rope_theta, 0 for no rotation. rotates: which layers rotate, if
+  config.json has none."""
+  rope = read_rope(hf)
+  thetas = hf.get("layer_rope_theta") or [rope["rope_theta"] * bool(x) for x in rotates]
   kinds = sorted({*thetas}, reverse=True)
-  return {"ropes": tuple({**read_rope(hf), "rope_theta": x} if x else None for x in kinds),
+  return {"ropes": tuple({**rope, "rope_theta": x} if x else NO_ROTATION for x in kinds),
           "rope_kinds": tuple(map(kinds.index, thetas))}
 
 
@@ -57,25 +60,21 @@ def qwen2(hf: JsonObject) -> JsonObject: return windows(hf, lambda i: i >= hf["m
 def smollm3(hf: JsonObject) -> JsonObject:
   count = hf["num_hidden_layers"]
   rotates = hf.get("no_rope_layers") or [(i + 1) % hf.get("no_rope_layer_interval", 4) != 0 for i in range(count)]
-  return {**layer_ropes(hf, [read_rope(hf)["rope_theta"] * bool(x) for x in rotates]),
-          **windows(hf, lambda i: not rotates[i])}
+  return {**layer_ropes(hf, rotates), **windows(hf, lambda i: not rotates[i])}
 
 
 def granite(hf: JsonObject) -> JsonObject:
   has_rope = hf.get("position_embedding_type", "rope") == "rope"
-  return {"logits_scale": 1 / hf["logits_scaling"], "ropes": (read_rope(hf) if has_rope else None,)}
+  return {"logits_scale": 1 / hf["logits_scaling"], "ropes": (read_rope(hf) if has_rope else NO_ROTATION,)}
 
 
 def granite_swa(hf: JsonObject) -> JsonObject:
-  thetas = hf.get("layer_rope_theta") or [read_rope(hf)["rope_theta"]] * hf["num_hidden_layers"]
-  return {**granite(hf), **layer_ropes(hf, thetas), **windows(hf, lambda i: i % 4 > 0)}
+  return {**layer_ropes(hf, [True] * hf["num_hidden_layers"]), **windows(hf, lambda i: i % 4 > 0)}
 
 
 def muse_glimmer(hf: JsonObject) -> JsonObject:
-  count = hf["num_hidden_layers"]
-  rotates = hf.get("layer_rope_theta") or [(count - 1 - i) % 4 for i in range(count)]   # not 0
-  return {**layer_ropes(hf, [read_rope(hf)["rope_theta"] * bool(x) for x in rotates]),
-          **windows(hf, lambda i: (count - 1 - i) % 4 > 0),
+  is_local = [i % 4 > 0 for i in reversed(range(hf["num_hidden_layers"]))]   # counted from the last layer
+  return {**layer_ropes(hf, is_local), **windows(hf, lambda i: is_local[i]),
           "attention_scale": hf["qk_scale_factor"] * hf["head_dim"]**-0.5}
 
 
@@ -84,12 +83,9 @@ def gemma2(hf: JsonObject) -> JsonObject:
           **windows(hf, lambda i: (i + 1) % 2 != 0)}
 
 
-def gemma3(hf: JsonObject) -> JsonObject: return gemma2(hf) | two_ropes(hf)
-
-
 def qwen3_moe(hf: JsonObject) -> JsonObject:
   step, layers = hf.get("decoder_sparse_step") or 1, range(hf["num_hidden_layers"])
-  return {**qwen2(hf), "dense_layers": [i for i in layers if i in (hf.get("mlp_only_layers") or ()) or (i + 1) % step]}
+  return {"layer_kinds": [i in (hf.get("mlp_only_layers") or ()) or (i + 1) % step > 0 for i in layers]}
 
 
 def lfm2(hf: JsonObject) -> JsonObject:
@@ -98,8 +94,7 @@ def lfm2(hf: JsonObject) -> JsonObject:
   size: int = hf["intermediate_size"]
   if hf["block_auto_adjust_ff_dim"]:
     size = -(-int(int(2 * size / 3) * hf["block_ffn_dim_multiplier"]) // multiple) * multiple
-  return {"layer_types": types, "matrices": (0, hidden), "in_proj": {"mixer.in_proj": 3 * hidden},
-          "intermediate_size": size}
+  return {"layer_kinds": [x != "full_attention" for x in types], "matrices": (0, hidden), "intermediate_size": size}
 
 
 def qwen3_5(hf: JsonObject) -> JsonObject:
@@ -108,15 +103,13 @@ def qwen3_5(hf: JsonObject) -> JsonObject:
   keys, heads = hf["linear_num_key_heads"], hf["linear_num_value_heads"]
   K, V = hf["linear_key_head_dim"], hf["linear_value_head_dim"]
   channels = 2 * keys * K + heads * V   # q, k and v
-  return {"layer_types": types, "channels": channels, "matrices": (K, heads * V),
-          "heads": (heads, hf["linear_groups"] or keys),
-          "in_proj": {"mixer.in_proj_qkv": channels, "mixer.in_proj_z": heads * V}}
+  return {"layer_kinds": [x != "full_attention" for x in types], "channels": channels, "matrices": (K, heads * V),
+          "heads": (heads, hf["linear_groups"] or keys)}
 
 
 # By their names in table.json
 FUNCTIONS: dict[str, Callable[[JsonObject], JsonObject]] = {x.__name__: x for x in (
-  windows, mistral, qwen2, smollm3, granite, granite_swa, muse_glimmer, two_ropes, gemma2, gemma3, qwen3_moe,
-  lfm2, qwen3_5)}
+  windows, mistral, qwen2, smollm3, granite, granite_swa, muse_glimmer, two_ropes, gemma2, qwen3_moe, lfm2, qwen3_5)}
 CLASSES: dict[str, Any] = {x.__name__: x for x in (
   LlamaVariant, GPT2, VariantLayer, MixtureLayer, GPT2Layer, HybridLayer, DeltaRuleLayer, DeltaRuleMixtureLayer)}
 
@@ -143,14 +136,16 @@ def find_model(hf: JsonObject, path: pathlib.Path) -> tuple[ModelConfig, type[Ll
   name = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
   check(name in ACTIVATIONS, f"{path}: hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
   zeros = (0,) * core.num_hidden_layers
-  values = {"rope_kinds": zeros, "windows": zeros, "activation": ACTIVATIONS[name], "ropes": (read_rope(hf),),
-            "renamed": row.get("renamed", {}), "layer": CLASSES[row.get("layer", "VariantLayer")],
-            **row.get("options", {}), **{name: hf[name] for name in fields if name in hf},
-            **(FUNCTIONS[row["function"]](hf) if "function" in row else {})}
-  rope = values["ropes"][0] or {}
-  if rope.get("rope_type") == "yarn":   # which extends the context length
+  values = {"layer_kinds": zeros, "rope_kinds": zeros, "windows": zeros, "activation": ACTIVATIONS[name],
+            "ropes": (read_rope(hf),), "renamed": row.get("renamed", {}),
+            **row.get("options", {}), **{name: hf[name] for name in fields if name in hf}}
+  for name in row.get("functions", ()): values |= FUNCTIONS[name](hf)
+  classes = [CLASSES[name] for name in row.get("layers", ["VariantLayer"])]
+  values["layers"] = tuple(classes[kind] for kind in values.pop("layer_kinds"))
+  rope = values["ropes"][0]
+  if rope["rope_type"] == "yarn":   # which extends the context length
     length = int(rope["factor"] * rope["original_max_position_embeddings"])
     values.setdefault("max_position_embeddings", max(length, core.max_position_embeddings))
-  for name in [rope["rope_type"] for rope in values["ropes"] if rope]:
+  for name in [rope["rope_type"] for rope in values["ropes"]]:
     check(name in ROPE_TYPES, f"{path}: rope_type {name!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
   return VariantConfig(**vars(core) | values), CLASSES[row.get("model", "LlamaVariant")]
