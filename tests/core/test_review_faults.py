@@ -7,16 +7,14 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from helpers.commands import parse_command
-from helpers.data import read_data
 from helpers.engines import ENGINE, check_invariants, greedy, ids_of, prompt, run_to_end, tokens
-from helpers.models import tiny_config, tiny_model
+from helpers.models import tiny_model
 from helpers.reference import reference_greedy
 from tinygrad import Tensor
 
 from tinyvllm import LLM, InputError, SamplingParams
 from tinyvllm_extra.sampling import logits
 from tinyvllm_extra.kernels import cuda
-from tinyvllm_extra.models import find_model
 from tinyvllm_extra.cli import serve
 
 
@@ -53,12 +51,6 @@ def test_bitmask_of_allowed_tokens_is_computed_once(words_llm):
   mask = processor.bitmask()
   assert processor.bitmask() is mask
   assert np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist() == [5, 40]
-
-
-@pytest.mark.parametrize("architecture,limit,scaling,length", read_data("model_configs.json")["context lengths"])
-def test_yarn_extends_the_context_as_its_model_card_says(tmp_path, architecture, limit, scaling, length):
-  config = {**tiny_config(), "architectures": [architecture], "max_position_embeddings": limit, "rope_scaling": scaling}
-  assert find_model(json.loads(json.dumps(config)), tmp_path)[0].max_position_embeddings == length
 
 
 def test_generate_leaves_outputs_of_other_requests_to_step(words_folder):

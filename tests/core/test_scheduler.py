@@ -166,19 +166,26 @@ class FakeEngine:
       assert seq.finish_reason == "abort" or len(seq.tokens) == seq.max_len, "finished too early"
 
 
+def run_random(engine, rng, make_request):
+  """Run a thousand random operations, and finish all requests. make_request: returns the arguments of `add`."""
+  for _ in range(1000):
+    live = [*engine.scheduler.running, *engine.scheduler.waiting]
+    if len(live) < 8 and rng.random() < 0.4: engine.add(*make_request())
+    elif live and rng.random() < 0.05: engine.abort(rng.choice(live))
+    else: engine.step(failure=rng.choice(["launch", "record"]) if rng.random() < 0.02 else None)
+  engine.check_end()
+
+
 @pytest.mark.parametrize("seed", [*range(8), *slow(*range(8, 20))])
 def test_scheduler_thousand_random_operations_keep_invariants(seed):
   rng, (size, caching) = random.Random(seed), [(4, True), (1, True), (3, True), (4, False)][seed % 4]
   engine = FakeEngine(64 // size, size, 5, 16, "priority" if seed % 3 == 0 else "fcfs", 64, caching, seed // 4 % 2 == 1)
-  for _ in range(1000):
-    live = [*engine.scheduler.running, *engine.scheduler.waiting]
-    if len(live) < 8 and rng.random() < 0.4:
-      priority = rng.randint(-2, 2) if seed % 3 == 0 else 0
-      samples, reads = rng.choice([1, 1, 1, 2, 3]), rng.random() < 0.3
-      engine.add(rng.randint(1, 40), rng.randint(1, 24), priority, rng.randint(0, 2), samples, reads)
-    elif live and rng.random() < 0.05: engine.abort(rng.choice(live))
-    else: engine.step(failure=rng.choice(["launch", "record"]) if rng.random() < 0.02 else None)
-  engine.check_end()
+
+  def make_request():
+    priority = rng.randint(-2, 2) if seed % 3 == 0 else 0
+    samples, reads = rng.choice([1, 1, 1, 2, 3]), rng.random() < 0.3
+    return rng.randint(1, 40), rng.randint(1, 24), priority, rng.randint(0, 2), samples, reads
+  run_random(engine, rng, make_request)
   totals = engine.scheduler.counters
   assert totals["num_preemptions"] > 10 and (totals["prefix_cache_hits"] > 100) == caching, "too few cases"
 
@@ -223,13 +230,8 @@ def test_hybrid_thousand_random_operations_lose_no_state(seed, monkeypatch):
   monkeypatch.setattr("tinyvllm_extra.cache.snapshots.INTERVAL", 12)
   rng, size = random.Random(seed), [4, 1, 3, 4][seed % 4]
   engine = HybridEngine([40, 8, 1, 0][seed % 4], 64 // size, size, 5, 16, "fcfs", 64, True, seed // 4 % 2 == 0)
-  for _ in range(1000):
-    live = [*engine.scheduler.running, *engine.scheduler.waiting]
-    if len(live) < 8 and rng.random() < 0.4:
-      engine.add(rng.choice([rng.randint(1, 40), 62]), rng.randint(1, 24), 0, rng.randint(0, 2), rng.choice([1, 1, 3]))
-    elif live and rng.random() < 0.05: engine.abort(rng.choice(live))
-    else: engine.step(failure=rng.choice(["launch", "record"]) if rng.random() < 0.02 else None)
-  engine.check_end()
+  run_random(engine, rng, lambda: (
+    rng.choice([rng.randint(1, 40), 62]), rng.randint(1, 24), 0, rng.randint(0, 2), rng.choice([1, 1, 3])))
   assert engine.scheduler.counters["num_preemptions"] > 10
   assert (engine.states.num_hits > 20) == (engine.num_snapshots > 0)
 

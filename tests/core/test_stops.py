@@ -115,8 +115,8 @@ def test_max_tokens_within_character_replaces_preceding_byte_characters(llm, nam
 
 @pytest.mark.parametrize("name,max_tokens,fields,pieces,reason,stop", DATA["ends"])
 def test_stop_id_or_end_token_ends_the_text(llm, name, max_tokens, fields, pieces, reason, stop):
-  """The text of a stop id is kept if included, that of an end token is hidden. A list is a script's token: its name and
-  number. 0 is the end token."""
+  """The text of a stop id is kept if included; the text of an end token is hidden. A list is a script's token: its name
+  and number. 0 is the end token."""
   def read(x): return id_of(*x) if isinstance(x, list) else x
   fields = {x: [*map(read, value)] if x == "stop_token_ids" else value for x, value in fields.items()}
   assert run(llm, name, max_tokens, **fields) == (pieces, reason, read(stop))

@@ -110,18 +110,11 @@ def test_call_cut_off_by_max_tokens_is_text(server, fields, beginning):
   assert text.startswith(beginning) and (calls, reason) == ([], "length")
 
 
-def test_forced_call_closes_objects_unless_the_schema_opens_or_combines_them():
-  def parameters(**function):
-    tool = {"type": "function", "function": {"name": "f", **function}}
-    return calls_schema([tool], "required")["items"]["anyOf"][0]["properties"]["arguments"]
-  for schema in ({"type": "object", "properties": {}, "additionalProperties": True}, {"type": "object"},
-                 {"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}]},
-                 {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}):
-    assert parameters(parameters=schema) == schema
-  inner = {"properties": {}}
-  nested = {"properties": {"a": {"items": inner}, "b": inner}, "$defs": {"X": inner}}
-  assert json.dumps(parameters(parameters=nested)).count('"additionalProperties": false') == 4
-  assert parameters() == {"type": "object", "properties": {}, "additionalProperties": False}
+@pytest.mark.parametrize("function,arguments", CASES["forced calls"])
+def test_forced_call_closes_objects_unless_the_schema_opens_or_combines_them(function, arguments):
+  """arguments: their schema, None if it is the function's."""
+  schema = calls_schema([{"type": "function", "function": {"name": "f", **function}}], "required")
+  assert schema["items"]["anyOf"][0]["properties"]["arguments"] == (arguments or function["parameters"])
 
 
 @pytest.mark.parametrize("opening,closing,depth", [('{"items":', "}", 5000), ('{"anyOf":[', "]}", 900)])
