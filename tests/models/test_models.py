@@ -187,14 +187,17 @@ def test_several_devices_raise(name):
     model_class(config, dtypes.float32, tinyvllm.Backend(), Devices(("CPU", "CPU:1")))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gemma3_vision", "gpt2", "gpt_oss", "qwen3_moe"])
 def test_estimated_weights_equal_loaded_ones(tmp_path, monkeypatch, name):
-  """Also of layers that are named differently, and of experts in one tensor."""
+  """From the tensors and from config.json. Also of layers that are named differently, and of experts in one tensor."""
   sizes: dict = {}
   monkeypatch.setattr(fit, "check_memory", lambda checkpoint, _: sizes.update(
     {quantization: fit.checkpoint_bytes(checkpoint, quantization) for quantization in (None, "int8")}))
   model = LLM(write_model(tmp_path, name), **OPTIONS).runner.model
   assert sizes[None] == sum(x.nbytes() for module in model.modules() for x in nn.state.get_parameters(module))
+  facts = read_data("doctor.json")["facts"]["CPU"]
+  estimate = fit.estimate_fit(name, json.loads((tmp_path / "config.json").read_text()), facts)
+  assert estimate["weights_gib"] * fit.GIB == sizes[None] and estimate["fits"]
   matrices = sum(x.weight.nbytes() for layer in model.layers for x in vars(layer).values() if isinstance(x, Linear))
   assert sizes["int8"] == sizes[None] - matrices + int(matrices / 32 * fit.QUANTIZED["int8"])
 
