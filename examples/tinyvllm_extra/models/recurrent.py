@@ -42,9 +42,8 @@ class StatePool:
   snapshot is replaced. shapes: see state_shapes."""
   def __init__(self, runner: Runner, shapes: list[tuple[int, ...]], num_rows: int, has_drafts: bool):
     self.padding = runner.config.max_num_seqs   # row
-    for cache, shape in zip(runner.kv_caches, shapes, strict=True):
-      cache += [Tensor.empty(num_rows, *shape, dtype=dtypes.float32).contiguous().realize()] if shape else []
-    self.states = [cache[0] for cache, shape in zip(runner.kv_caches, shapes, strict=True) if shape]
+    self.states = [Tensor.empty(num_rows, *x, dtype=dtypes.float32).contiguous().realize() for x in shapes if x]
+    for cache, state in zip([x for x in runner.kv_caches if not x], self.states, strict=True): cache.append(state)
     self.num_pairs = max(1, min(16, COPIED // max(map(math.prod, filter(None, shapes)))))   # per copy
     self.pairs = zeros(self.num_pairs, 2)   # from, to
     self.graph = runner.model.devices.jit(self.run)

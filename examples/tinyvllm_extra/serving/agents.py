@@ -14,8 +14,8 @@ from .protocol import SAMPLING, ChatCompletionRequest, JsonBody, check_unknown, 
 
 # ignored: fields of the official clients without effect here. stateful: fields that need stored responses or prompts.
 # echo: properties of a response that repeat the request, with defaults; constant: the same in each response. messages,
-# responses: both protocols' blocks by kind, with names of values, see BlockBuilder: a whole block, and the events that
-# open it, add text and close it. Clients drop thinking without a signature
+# responses: parts of both protocols' answers with names of values, see BlockBuilder: the first events, usage, and by
+# kind of block a whole one and the events that open it, add text and close it. Clients drop thinking without signature
 TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
 # Fields that the chat takes over unchanged
 CHAT_FIELDS = SAMPLING.keys() - {"n", "logprobs", "prompt_logprobs"} | {"model", "stream", "priority", "cache_salt"}
@@ -100,8 +100,8 @@ def fill(template: JsonObject, values: JsonObject) -> JsonObject:
 
 
 class BlockBuilder:
-  """Writes an answer that is a list of blocks. Subclasses write the whole answer, and the first and last events.
-  templates: of blocks, see TABLES."""
+  """Writes an answer that is a list of blocks. Subclasses write the whole answer, and the last events. templates: see
+  TABLES."""
   templates: JsonObject
 
   def __init__(self, chat: ChatCompletionRequest, job: answers.Job):
@@ -150,6 +150,18 @@ class BlockBuilder:
     """Return the events of a block: its opening, a delta or its closing."""
     values = {**self.values(block), "$delta": delta, "$block": self.item(block) if step == "closing" else {}}
     return b"".join(self.event(fill(x, values)) for x in self.templates[block.kind][step])
+
+  def first_events(self, output: RequestOutput) -> bytes:
+    values = {"$id": self.job.id, "$whole": self.whole()}
+    return b"".join(self.event(fill(x, values)) for x in self.templates["first"])
+
+  def usage(self) -> JsonObject:
+    """Return the numbers of tokens."""
+    usage = self.job.usage()
+    num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return fill(self.templates["usage"], {
+      "$input": usage["prompt_tokens"], "$uncached": usage["prompt_tokens"] - num_cached, "$cached": num_cached,
+      "$output": usage["completion_tokens"] if self.end else 0, "$total": usage["total_tokens"]})
 
   def event(self, content: JsonObject) -> bytes: return answers.event(content)
   def whole(self) -> JsonObject: raise NotImplementedError
@@ -229,21 +241,12 @@ class MessagesBuilder(BlockBuilder):
     return {"id": f"msg_{self.job.id}", "type": "message", "role": "assistant", "model": self.job.model_name,
             "content": [*map(self.item, self.blocks)], **self.stop(), "usage": self.usage()}
 
-  def usage(self) -> JsonObject:
-    usage = self.job.usage()
-    num_cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return {"input_tokens": usage["prompt_tokens"] - num_cached, "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": num_cached, "output_tokens": usage["completion_tokens"] if self.end else 0}
-
   def stop(self) -> dict[str, str | None]:
     if not self.end: return {"stop_reason": None, "stop_sequence": None}
     sequence = self.end.stop_reason if isinstance(self.end.stop_reason, str) else None
     has_calls = any(block.kind == "call" for block in self.blocks)
     reason = "tool_use" if has_calls else "stop_sequence" if sequence else "end_turn"
     return {"stop_reason": "max_tokens" if self.is_cut else reason, "stop_sequence": sequence}
-
-  def first_events(self, output: RequestOutput) -> bytes:
-    return answers.event({"type": "message_start", "message": self.whole()})
 
   def last_events(self, error: Exception | None = None) -> bytes:
     if error: return answers.event(errors.anthropic_error(errors.internal_error(error)["error"]))
@@ -340,20 +343,13 @@ class ResponsesBuilder(BlockBuilder):
     """Return the response object so far."""
     is_cut = self.is_cut and not error
     status = "failed" if error else "in_progress" if not self.end else "incomplete" if is_cut else "completed"
-    usage = self.job.usage() if self.end and not error else None
     return {
       **TABLES["constant"], "id": f"resp_{self.job.id}", "created_at": self.job.created, "status": status,
       "model": self.job.model_name, "output": [*map(self.item, self.blocks)],
       "error": {"code": "server_error", "message": error} if error else None,
       "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
       "temperature": self.job.params.temperature, "top_p": self.job.params.top_p, **self.echo,
-      "usage": usage and {
-        "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
-        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
-        "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": usage["total_tokens"]}}
-
-  def first_events(self, output: RequestOutput) -> bytes:
-    return b"".join(self.event({"type": f"response.{x}", "response": self.whole()}) for x in ("created", "in_progress"))
+      "usage": self.usage() if self.end and not error else None}
 
   def last_events(self, error: Exception | None = None) -> bytes:
     response = self.whole(errors.internal_error(error)["error"]["message"] if error else None)
