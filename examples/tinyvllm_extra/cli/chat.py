@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import tinyvllm
-from tinyvllm.config import JsonObject, check, logger
+from tinyvllm.config import InputError, JsonObject, check, logger
 from tinyvllm.request import RequestOutput
 from tinyvllm_extra.options import SAMPLING_DEFAULTS, LLMConfig
 from tinyvllm_extra.sampling.params import SamplingParams
@@ -197,7 +197,13 @@ def main(args: JsonObject) -> int:
   check(is_chat or prompt is not None, "prompt: a prompt is required, or - to read it from stdin")
   signal.signal(signal.SIGINT, signal.SIG_DFL)   # a KeyboardInterrupt is lost when raised within a __del__ of tinygrad
   llm = Remote(args, engine) if args["url"] or args["api_key"] else tinyvllm.LLM(args["model"], **engine)
-  if not is_chat: print_stream(start(llm, prompt, settings), prompt)
+  if "explain" in args:
+    if isinstance(llm, Remote): raise InputError("explain=True shows steps of an engine in this process: remove --url")
+    from tinyvllm_extra.trace.explain import explain   # tinygrad
+    explain(llm)
+    outputs = [*start(llm, prompt, {"logprobs": 5, **settings})]   # steps are printed before the text
+    print(prompt + "".join(x.outputs[0].text for x in outputs))
+  elif not is_chat: print_stream(start(llm, prompt, settings), prompt)
   else:
     chat = Chat(llm, settings, "verbose" in args)
     if prompt is None: return chat.run()
