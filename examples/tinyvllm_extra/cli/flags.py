@@ -8,7 +8,7 @@ from tinyvllm.config import InputError, JsonObject, Options, check, logger, opti
 from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra import packages, vllm_options
 
-# Groups of --help (only --help-all shows other flags), variables: arguments of add_variable, by name; llama.cpp's
+# Groups of --help (only --help-all shows other flags), variables: arguments of add_argument, by name; llama.cpp's
 # letters, units of integers, `tinyvllm run`'s defaults, values of a bool's environment variable, and commands:
 # arguments: of add_argument, by flag; variables of their own
 FLAGS = read_json(pathlib.Path(__file__).with_suffix(".json"))
@@ -72,13 +72,9 @@ class CommandParser(argparse.ArgumentParser):
     super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=form, **options)
     self.commands: dict[str, CommandParser] = {}      # empty in the parser of a command
     self.words: list[str] = []                        # names of optional words, such as "model"
-    self.variables: dict[str, argparse.Action] = {}   # flags that an environment variable may set, by name
+    # Flags that the environment variable TINYVLLM_<NAME> may set, too, by name
+    self.variables: dict[str, argparse.Action] = {}
     self.source = ""                                  # start of error messages
-
-  def add_variable(self, name: str, text: str, group: argparse._ActionsContainer | None = None, **form: Any) -> None:
-    """Add a flag that the environment variable TINYVLLM_<NAME> may set, too."""
-    letters = FLAGS["letters"].get(name, ())
-    self.variables[name] = (group or self).add_argument(*letters, flag_of(name), help=text, **form)
 
   def parse_options(self, source: str, words: list[str]) -> JsonObject:
     """Parse options of a variable or a file. source: start of error messages."""
@@ -96,17 +92,18 @@ class CommandParser(argparse.ArgumentParser):
 def add_flags(command: CommandParser, words: str, argv: list[str], *option_classes: Any, **own: JsonObject) -> None:
   """Add `words`, such as "[MODEL]", which are all optional, and flags: `--model`, `--config`, the command's own ones,
   one for each field of the option dataclasses, `--log-level`, `--help-all`, and vLLM's without effect. argv: will be
-  parsed. own: arguments of add_variable by name."""
+  parsed. own: arguments of add_argument by name."""
   def rare(text: str) -> str: return text if "--help-all" in argv else argparse.SUPPRESS
   command.words = re.findall(r"\w+", words.lower())
   command.add_argument("words", nargs="*", help=argparse.SUPPRESS)
   command.add_argument("--help-all", action="help", help="Show rare flags, too, and exit")
   fields = {field.name: field for x in reversed(option_classes) for field in dataclasses.fields(x)}
-  forms = {name: {"text": help_of(field, words), **parsing_of(field)} for name, field in fields.items()}
+  forms = {name: {"help": help_of(field, words), **parsing_of(field)} for name, field in fields.items()}
   forms |= FLAGS["variables"] | own
   for title, names in FLAGS["groups"].items():
     group = command.add_argument_group(title) if title else command
-    for name in [name for name in names if name in forms]: command.add_variable(name, group=group, **forms[name])
+    for name in [name for name in names if name in forms]:
+      command.variables[name] = group.add_argument(*FLAGS["letters"].get(name, ()), flag_of(name), **forms[name])
   for option_class in option_classes:
     group = command.add_argument_group(f"Rare flags of {option_class.__name__}")
     for field in [x for x in dataclasses.fields(option_class) if x.name not in (*command.variables, "n")]:   # n: 1 here
