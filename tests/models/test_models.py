@@ -150,6 +150,16 @@ def config_of(name, remove=(), **fields):
   return options, np.stack([scaled_rope_table(config, rope, 64).numpy() for rope in config.ropes])
 
 
+def test_muse_glimmer_reads_from_layer_rope_theta_only_which_layers_rotate():
+  """As transformers 5.24: values other than 0 do not count."""
+  thetas = text_config(read("muse_glimmer")["config"])["layer_rope_theta"]
+  assert 0 in thetas and any(thetas)
+  options, tables = config_of("muse_glimmer", layer_rope_theta=[7.0 * x for x in thetas])
+  expected, expected_tables = config_of("muse_glimmer")
+  assert options == expected
+  np.testing.assert_array_equal(tables, expected_tables)
+
+
 @pytest.mark.parametrize("name,fields", CONFIGS["older"])
 def test_older_config_equals_newer(name, fields):
   """Before transformers 5, RoPE of windows had a field of its own or none, and layer_types was missing."""

@@ -74,7 +74,8 @@ def granite_swa(hf: JsonObject) -> JsonObject:
 
 def muse_glimmer(hf: JsonObject) -> JsonObject:
   is_local = [i % 4 > 0 for i in reversed(range(hf["num_hidden_layers"]))]   # counted from the last layer
-  return {**layer_ropes(hf, is_local), **windows(hf, lambda i: is_local[i]),
+  rotates = hf.get("layer_rope_theta") or is_local   # only 0 counts
+  return {**layer_ropes({**hf, "layer_rope_theta": None}, rotates), **windows(hf, lambda i: is_local[i]),
           "attention_scale": hf["qk_scale_factor"] * hf["head_dim"]**-0.5}
 
 
