@@ -4,8 +4,9 @@ import re
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from helpers.commands import error_line, run_command
+from helpers.commands import error_line, flags, run_command
 from helpers.engines import BS, ENGINE, greedy, prompt, tokens
+from helpers.servers import Server, wait_until
 from playwright.sync_api import expect
 
 from tinyvllm import LLM
@@ -66,3 +67,27 @@ def test_page_shows_each_step_and_scrubs_ten_thousand(recorded, browser, tmp_pat
   assert not {*faults} - {page.as_uri(), "data:,"}
   tab.close()
   assert "'nowhere' cannot be read: No such file" in error_line(run_command("trace", "show", "nowhere"))
+
+
+def test_debug_follows_a_running_server(folder, browser, tmp_path):
+  """The page asks for the API key, shows the last step, and stays at another one that was chosen."""
+  with Server(folder, *flags(**ENGINE, trace=tmp_path / "trace", api_key="secret", served_model_name="x")) as server:
+    def lines(start=0, key="secret"):
+      return server.get(f"/debug/steps?start={start}", headers={"Authorization": f"Bearer {key}"})
+    def generate(num_requests):
+      """Complete the num_requests-th request. Return the number of steps."""
+      server.client(api_key="secret").completions.create(model="x", prompt=prompt(3), max_tokens=4)
+      wait_until(lambda: lines().text.count('"finished":"length"') == num_requests, "the last line")
+      return lines().text.count("\n") - 1
+    tab, keys = browser.new_page(), ["wrong", "secret"]
+    tab.on("dialog", lambda dialog: dialog.accept(keys.pop(0)))
+    tab.goto(f"{server.url}/debug")
+    num_steps = generate(1)
+    expect(tab.locator("#status")).to_contain_text(f"Step {num_steps} of {num_steps}:")
+    tab.keyboard.press("Home")
+    num_steps = generate(2)
+    expect(tab.locator("#status")).to_contain_text(f"Step 1 of {num_steps}:")
+    assert not keys and not Axe().run(tab).violations_count
+    assert lines().content == (tmp_path / "trace").read_bytes() and not lines(10**9).content
+    assert lines(key="wrong").status_code == 401 and lines(-1).status_code == 400
+    tab.close()

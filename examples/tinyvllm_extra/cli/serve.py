@@ -5,6 +5,7 @@ from tinyvllm.config import InputError, JsonObject, check
 from tinyvllm_extra import options, vllm_options
 from tinyvllm_extra.formats import architecture, hub
 from tinyvllm_extra.serving.app import Server, ServerConfig
+from tinyvllm_extra.trace import player
 
 from .flags import select_options
 
@@ -41,7 +42,8 @@ def main(args: JsonObject) -> int:
   options.setup_logging(is_server=True)
   if folder: check_model(folder, engine_options)   # before listening
   check_address(config.host, config.port, config.uds)
-  server = Server(folder, engine_options, config)
+  trace = engine_options.get("trace")
+  server = Server(folder, engine_options, config, player.routes(trace) if trace else None)
   serving = server.serving
   def save(*_: object) -> None:
     if serving.llm: serving.llm.save_prefix_cache()

@@ -21,7 +21,7 @@ from .errors import ErrorJSON, RequestValidationError, StarletteHTTPException, e
 from .server_config import ServerConfig
 
 QUIET_PATHS = {"/health", "/ping", "/load", "/metrics"}   # their requests are logged at level DEBUG
-OPEN_PATHS = {"/", "/version", "/openapi.json", *QUIET_PATHS}   # need neither an API key nor a loaded model
+OPEN_PATHS = {"/", "/debug", "/version", "/openapi.json", *QUIET_PATHS}   # need neither an API key nor a loaded model
 MAX_HEADERS = 2**16   # maximum size of a request's headers in bytes
 Routes = dict[str, Callable[..., object]]   # functions by path
 
@@ -127,9 +127,10 @@ class BodyRoute(fastapi.routing.APIRoute):
 
 
 class Server(uvicorn.Server):
-  """A uvicorn server that listens at once, loads the model in a thread, and runs until a signal arrives. Raises
-  InputError for TLS files that it cannot use."""
-  def __init__(self, model: str | None, engine_options: JsonObject, options: ServerConfig):
+  """A uvicorn server that listens at once, loads the model in a thread, and runs until a signal arrives. more: further
+  routes of GET requests. Raises InputError for TLS files that it cannot use."""
+  def __init__(self, model: str | None, engine_options: JsonObject, options: ServerConfig, more: Routes | None = None):
+    self.more_routes = more or {}
     self.error: Exception | None = None   # raised while loading the model
     self.code = 0   # exit code
     self.options = options
@@ -168,7 +169,7 @@ class Server(uvicorn.Server):
       app.router.add_api_route(path, route, methods=["POST"], responses=events, route_class_override=BodyRoute)
     app.get("/", response_class=HTMLResponse)(chat_page.chat_page)
     app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
-    for path, route in reads.items(): app.get(path)(route)
+    for path, route in (reads | self.more_routes).items(): app.get(path)(route)
     app.head("/health", include_in_schema=False)(self.health)
     for path, route in (posts | aliases).items(): app.post(path, include_in_schema=path in posts)(route)
     app.post("/v1/messages", responses=anthropic | events)(self.messages)

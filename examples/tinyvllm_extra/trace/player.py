@@ -1,8 +1,11 @@
-"""A page that plays a trace, and `tinyvllm trace show`, which writes and opens it. player.html also opens traces by
-itself."""
-import pathlib, tempfile, webbrowser
+"""A page that plays a trace, `tinyvllm trace show`, which writes and opens it, and a server's routes with the page of
+its own trace. player.html also opens traces by itself."""
+import pathlib, tempfile, typing, webbrowser
+from collections.abc import Callable
 
 from tinyvllm.config import InputError, JsonObject
+
+PAGE = pathlib.Path(__file__).with_suffix(".html")
 
 
 def page(path: str) -> str:
@@ -11,7 +14,19 @@ def page(path: str) -> str:
   except OSError as error: raise InputError(f"trace: {path!r} cannot be read: {error.strerror}") from error
   if not lines or '"tinyvllm trace"' not in lines[0]: raise InputError(f"trace: {path!r} was not written with --trace")
   data = ",\n".join(lines).replace("<", "\\u003c")   # no line may end the script
-  return pathlib.Path(__file__).with_suffix(".html").read_text().replace(">[]<", f">[{data}]<")
+  return PAGE.read_text().replace(">[]<", f">[{data}]<")
+
+
+def routes(path: str) -> dict[str, Callable[..., object]]:
+  """Return the routes of a server that writes a trace: the page, and the trace's complete lines from byte `start`."""
+  import fastapi, fastapi.responses as responses   # `tinyvllm trace show` does not need them
+  def show() -> responses.HTMLResponse: return responses.HTMLResponse(PAGE.read_text())
+  def read(start: typing.Annotated[int, fastapi.Query(ge=0)] = 0) -> responses.PlainTextResponse:
+    with open(pathlib.Path(path).expanduser(), "rb") as file:
+      file.seek(start)
+      lines = file.readlines(2**22)   # stops after this many bytes
+    return responses.PlainTextResponse(b"".join(line for line in lines if line.endswith(b"\n")))
+  return {"/debug": show, "/debug/steps": read}
 
 
 def main(args: JsonObject) -> None:
