@@ -21,7 +21,7 @@ K, ROWS = 192, 70   # inputs, rows of x
 def make_layer(layer: FastLinear, kind: str, group: int) -> Quantized:
   """Store a random W in the layer, and return it. kind: int8 or int4, then + and the dtype of offsets."""
   rng, rows = np.random.default_rng(1), layer.out_features
-  q = rng.integers(-127, 128, (rows, K), np.int8) if "8" in kind else rng.integers(0, 16, (rows, K), np.uint8)
+  q = rng.integers(-128, 128, (rows, K), np.int8) if "8" in kind else rng.integers(0, 16, (rows, K), np.uint8)
   scale, offset = rng.random((2, rows, K // group)).astype(np.float16 if group < K else np.float32)
   w = Quantized(q, scale, offset.astype(kind[-1]) if "+" in kind else None, np.arange(K))
   if layer.bias is not None: layer.bias = on_device(np.linspace(-9, 9, rows, dtype=np.float32))

@@ -5,21 +5,24 @@
 // of LANES outputs, W's unsigned and x's signed, and adds them to int32 sums. Inline assembly needs no headers, and no
 // builtins that differ by version. A sum begins at START times the sum of x: W holds q + 128.
 #define START (BITS == 8 ? -128 : 0)
+#define SIGNED(w) (BITS == 8 ? (w) ^ (int)0x80808080 : (w))   // q, without the 128
 #if defined(__AVX512VNNI__) || defined(__AVX512F__) && !IS_INT
 #define LANES 16
 #define DOT(sum, w, x) __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x))
 #elif defined(__AVXVNNI__)
 #define LANES 8
 #define DOT(sum, w, x) __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x))
-#elif defined(__AVX2__)   // vpmaddubsw would saturate: multiply inputs 0 and 2, then 1 and 3, as int16
+#elif defined(__AVX2__)   // multiplies W's absolute values by x with W's signs: sums of two products fit in int16
 #define LANES 8
-#define MAC(sum, w, x) ({ i32 y; __asm__("vpmaddwd %2, %1, %0" : "=x"(y) : "x"(w), "x"(x)); sum += y; })
-#define DOT(sum, w, x) ({ MAC(sum, (w) & 0xff00ff, (i16)(x) << 8 >> 8); MAC(sum, (w) >> 8 & 0xff00ff, (i16)(x) >> 8); })
-#elif defined(__ARM_FEATURE_DOTPROD)   // multiplies signed numbers: q, without the 128
+#undef START
+#define START 0
+#define OP(name, to, x, y) __asm__(name " %2, %1, %0" : "=x"(to) : "x"(x), "x"(y))
+#define DOT(sum, w, x) ({ i32 y, z; OP("vpsignb", y, x, SIGNED(w)); OP("vpsignb", z, SIGNED(w), SIGNED(w)); \
+  OP("vpmaddubsw", y, z, y); OP("vpmaddwd", y, y, (i32){} + 0x10001); sum += y; })
+#elif defined(__ARM_FEATURE_DOTPROD)   // multiplies signed numbers
 #define LANES 4
 #undef START
 #define START 0
-#define SIGNED(w) (BITS == 8 ? (w) ^ (int)0x80808080 : (w))
 #define DOT(sum, w, x) __asm__("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(SIGNED(w)), "w"(x))
 #else
 #define LANES 4
@@ -30,7 +33,6 @@ typedef float f32 __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef int i32 __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef SCALE scale_lanes __attribute__((vector_size(LANES * sizeof(SCALE)), aligned(sizeof(SCALE))));
 typedef OFFSET offset_lanes __attribute__((vector_size(LANES * sizeof(OFFSET)), aligned(sizeof(OFFSET))));
-typedef short i16 __attribute__((vector_size(LANES * 4)));
 #define EACH(i, count) _Pragma("clang loop unroll(full)") for (int i = 0; i < count; i++)
 #define VECTORS __attribute__((min_vector_width(LANES * 32)))   // else clang splits those of 512 bits
 #define FLOATS(type, p) __builtin_convertvector(*(const type *)(p), f32)
