@@ -89,5 +89,5 @@ def test_debug_follows_a_running_server(folder, browser, tmp_path):
     expect(tab.locator("#status")).to_contain_text(f"Step 1 of {num_steps}:")
     assert not keys and not Axe().run(tab).violations_count
     assert lines().content == (tmp_path / "trace").read_bytes() and not lines(10**9).content
-    assert lines(key="wrong").status_code == 401 and lines(-1).status_code == 400
+    assert lines(key="wrong").status_code == 401 and {lines(-1).status_code, lines(2**70).status_code} == {400}
     tab.close()

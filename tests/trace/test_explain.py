@@ -38,4 +38,4 @@ def test_first_steps_are_printed_before_the_text(capsys, flags):
 
 def test_a_server_explains_no_steps(capsys):
   assert main(["generate", PROMPT, "--explain", "--url", "http://127.0.0.1:9"]) == 1
-  assert "remove --url" in capsys.readouterr().err
+  assert "remove --url and --api-key" in capsys.readouterr().err

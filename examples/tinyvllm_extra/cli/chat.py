@@ -198,7 +198,7 @@ def main(args: JsonObject) -> int:
   signal.signal(signal.SIGINT, signal.SIG_DFL)   # a KeyboardInterrupt is lost when raised within a __del__ of tinygrad
   llm = Remote(args, engine) if args["url"] or args["api_key"] else tinyvllm.LLM(args["model"], **engine)
   if "explain" in args:
-    if isinstance(llm, Remote): raise InputError("explain=True shows steps of an engine in this process: remove --url")
+    if isinstance(llm, Remote): raise InputError("--explain shows no steps of a server: remove --url and --api-key")
     from tinyvllm_extra.trace.explain import explain   # tinygrad
     explain(llm)
     outputs = [*start(llm, prompt, {"logprobs": 5, **settings})]   # steps are printed before the text

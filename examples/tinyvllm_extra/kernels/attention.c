@@ -27,6 +27,7 @@ static inline __attribute__((always_inline)) void multiply(int rows, float *to, 
 // The tile's row r in q and out
 #define ROW(r) ((((t + (r) / G) * KV + h) * G + (r) % G) * D)
 
+// Without the attribute, clang splits vectors of 512 bits
 __attribute__((min_vector_width(512))) void NAME(ARGUMENTS, int core_id) {
   const int *slots = tokens + SLOT * T, *positions = tokens + POSITION * T;
   float query[MAX_ROWS * D], scores[MAX_ROWS * WIDTH(STEP)], total[MAX_ROWS * WIDTH(D)];

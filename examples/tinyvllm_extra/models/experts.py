@@ -23,7 +23,7 @@ def choose_experts(logits: Tensor, k: int, is_normalized: bool) -> tuple[Tensor,
   others, own = logits.unsqueeze(1), logits.unsqueeze(2)
   is_before = (others > own) | ((others == own) & (expert < expert.unsqueeze(1)))   # (T, E, E)
   rank = is_before.sum(2, dtype=dtypes.int32).contiguous()              # (T, E)
-  is_chosen = rank.unsqueeze(1) == Tensor.arange(k).unsqueeze(1)         # (T, k, E)
+  is_chosen = rank.unsqueeze(1) == Tensor.arange(k).unsqueeze(1)        # (T, k, E)
   ids = is_chosen.where(expert, 0).sum(2, dtype=dtypes.int32).minimum(count - 1)   # NaN may sum to more
   scores = is_chosen.where(others, 0).sum(2)
   weights = scores.softmax(1) if is_normalized else (scores - logits.logsumexp(1, keepdim=True)).exp()

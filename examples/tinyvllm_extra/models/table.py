@@ -48,6 +48,9 @@ def layer_ropes(hf: JsonObject, rotates: Iterable[object]) -> JsonObject:
           "rope_kinds": tuple(map(kinds.index, thetas))}
 
 
+def no_rotation(_: JsonObject) -> JsonObject: return {"ropes": (NO_ROTATION,)}
+
+
 def mistral(hf: JsonObject) -> JsonObject:
   rope = read_rope(hf)   # Ministral 3 scales q by position beyond the original length, which is the limit here
   if "llama_4_scaling_beta" not in rope: return windows(hf)
@@ -110,7 +113,8 @@ def qwen3_5(hf: JsonObject) -> JsonObject:
 
 # By their names in table.json
 FUNCTIONS: dict[str, Callable[[JsonObject], JsonObject]] = {x.__name__: x for x in (
-  windows, mistral, qwen2, smollm3, granite, granite_swa, muse_glimmer, two_ropes, gemma2, qwen3_moe, lfm2, qwen3_5)}
+  windows, no_rotation, mistral, qwen2, smollm3, granite, granite_swa, muse_glimmer, two_ropes, gemma2, qwen3_moe,
+  lfm2, qwen3_5)}
 CLASSES: dict[str, Any] = {x.__name__: x for x in (
   LlamaVariant, GPT2, VariantLayer, MixtureLayer, GPT2Layer, HybridLayer, DeltaRuleLayer, DeltaRuleMixtureLayer)}
 

@@ -14,18 +14,19 @@ def page(path: str) -> str:
   except OSError as error: raise InputError(f"trace: {path!r} cannot be read: {error.strerror}") from error
   if not lines or '"tinyvllm trace"' not in lines[0]: raise InputError(f"trace: {path!r} was not written with --trace")
   data = ",\n".join(lines).replace("<", "\\u003c")   # no line may end the script
-  return PAGE.read_text().replace(">[]<", f">[{data}]<")
+  return PAGE.read_text("utf-8").replace(">[]<", f">[{data}]<")
 
 
 def routes(path: str) -> dict[str, Callable[..., object]]:
   """Return the routes of a server that writes a trace: the page, and the trace's complete lines from byte `start`."""
   import fastapi, fastapi.responses as responses   # `tinyvllm trace show` does not need them
-  def show() -> responses.HTMLResponse: return responses.HTMLResponse(PAGE.read_text())
-  def read(start: typing.Annotated[int, fastapi.Query(ge=0)] = 0) -> responses.PlainTextResponse:
+  policy = {"Content-Security-Policy": "frame-ancestors 'none'"}   # the page asks for the API key
+  def show() -> responses.HTMLResponse: return responses.HTMLResponse(PAGE.read_text("utf-8"), headers=policy)
+  def read(start: typing.Annotated[int, fastapi.Query(ge=0, lt=2**63)] = 0) -> responses.PlainTextResponse:
     with open(pathlib.Path(path).expanduser(), "rb") as file:
       file.seek(start)
-      lines = file.readlines(2**22)   # stops after this many bytes
-    return responses.PlainTextResponse(b"".join(line for line in lines if line.endswith(b"\n")))
+      # readlines stops after this many bytes
+      return responses.PlainTextResponse(b"".join(x for x in file.readlines(2**22) if x.endswith(b"\n")))
   return {"/debug": show, "/debug/steps": read}
 
 
@@ -33,7 +34,7 @@ def main(args: JsonObject) -> None:
   """Print the page's path. The browser opens the page unless `output` is set."""
   text = page(args["file"])
   path = pathlib.Path(args["output"] or tempfile.mkstemp(".html", "trace-")[1]).absolute()
-  try: path.write_text(text)
+  try: path.write_text(text, "utf-8")
   except OSError as error: raise InputError(f"output={str(path)!r} cannot be written: {error.strerror}") from error
   print(path)
   if not args["output"]: webbrowser.open(path.as_uri())
