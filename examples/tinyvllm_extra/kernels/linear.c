@@ -48,16 +48,17 @@ typedef OFFSET offset_lanes __attribute__((vector_size(LANES * sizeof(OFFSET)), 
 typedef WEIGHT weight_lanes __attribute__((vector_size(LANES * sizeof(WEIGHT)), aligned(sizeof(WEIGHT))));
 typedef unsigned short f16_bits __attribute__((vector_size(LANES * 2)));
 typedef _Float16 f16 __attribute__((vector_size(LANES * 2)));
-// Numbers of x, or their integers with scales and sums of groups
+// Numbers of x, with a gap, as rows in the same sets of the first-level cache are slower, or their integers with scales
+// and sums of groups
 #define INTS (IS_INT * K)
-typedef struct { float x[K - INTS], scale[INTS / X_GROUP]; int sum[INTS / X_GROUP]; signed char q[INTS]; } Row;
+typedef struct { float x[K - INTS + 16], scale[INTS / X_GROUP]; int sum[INTS / X_GROUP]; signed char q[INTS]; } Row;
 
 // The numbers of input k of LANES outputs, see NumberFormat.value
 static inline f32 decode(const unsigned *weight, const SCALE *scale, const OFFSET *offset, long output, int k) {
   const WEIGHT *from = (const WEIGHT *)weight + (output / 16 * K + k) / (BITS == 4 ? 8 : 1) * 16 + output % 16;
   const long at = (output / 16 * GROUPS + k / (K / GROUPS)) * 16 + output % 16;
   const weight_lanes stored = *(const weight_lanes *)from;
-  __builtin_prefetch((const char *)from + 4096);
+  if (k % 2 == 0) __builtin_prefetch((const char *)from + 4096);
   f32 w = __builtin_convertvector(stored, f32);
 #if BITS < 16
   f16_bits bits = __builtin_convertvector(BITS == 4 ? stored >> k % 8 * 4 & 15 : stored, f16_bits);
@@ -93,7 +94,7 @@ static inline __attribute__((always_inline)) void tile(const int R, int begin, i
     f32 *sums, const f32 *panel, const unsigned *weight, const SCALE *scale, const OFFSET *offset) {
   f32 total[8][8];
   EACH(r, R) EACH(c, WIDE) total[r][c] = sums[r * WIDE + c];
-  for (int k = begin; !IS_INT && k < end; k++) {
+  _Pragma("clang loop unroll_count(2)") for (int k = begin; !IS_INT && k < end; k++) {
     f32 w[8];
     EACH(c, WIDE) w[c] = HAS_PANEL ? panel[(k - begin) * WIDE + c] : decode(weight, scale, offset, o[c], k);
     EACH(r, R) EACH(c, WIDE) total[r][c] += w[c] * rows[r].x[k];

@@ -159,7 +159,7 @@ def multiply_c(layer: FastLinear, out: Tensor, x: Tensor, activation: str, row_g
     "IS_INT": int(layer.has_8bit_inputs), "ROWS_OUT": out.max_shape[0], "BLOCK_ROWS": rows, "BLOCKS": blocks,
     "ROW_PARTS": row_parts, "OUTPUT_PARTS": cores // row_parts, "half": "_Float16",
     "ACTIVATED(x)": products.ACTIVATIONS[activation], "__expf(x)": "tv_exp2((x) * 1.44269504f)"}, (cores, 1, 1))
-  scratch = new(x, cpu_cores() * rows * 4 * K, dtype=dtypes.uint8)   # x, or its q, scales and sums
+  scratch = new(x, cpu_cores() * rows * 4 * (K + 16), dtype=dtypes.uint8)   # x, or its q, scales and sums
   return cuda_source.run(lambda _: launch, out=out, scratch=scratch, **tensors)[0]
 
 

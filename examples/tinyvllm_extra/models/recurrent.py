@@ -131,7 +131,7 @@ class TokenLoop:
   def __init__(self, tokens: UOp, state: UOp, count: int, size: int):
     is_cpu, T = cpu_cores() > 0, tokens.max_shape[1]
     self.width, self.parts, groups = (16, 1, 1) if is_cpu else (WIDTH, math.gcd(size, PARTS), math.gcd(T, GROUPS))
-    self.width, self.own, self.T, self.count = math.gcd(count, self.width), size // self.parts, T, count
+    self.width, self.own, self.count = math.gcd(count, self.width), size // self.parts, count
     cores = math.gcd(count // self.width, cpu_cores())   # on a GPU as many as there are tiles
     axes = [UOp.range(n, i, AxisType.THREAD if is_cpu and i == 2 else AxisType.WEAK) for i, n in enumerate(
       (groups, count // self.width // cores, cores))]
@@ -140,18 +140,20 @@ class TokenLoop:
     # A quotient would split the axis of a CPU's lanes
     self.lane, self.part = (lanes, UOp.const(0)) if is_cpu else (lanes % self.width, lanes // self.width)
     self.column = (axes[2] * (count // self.width // cores) + axes[1]) * self.width + self.lane
-    self.begin = UOp.loop(4) if is_cpu else UOp.range(T // groups, 4, AxisType.LOOP)   # around a sequence
-    token, self.loop = UOp.placeholder((1,), dtypes.int32, 100, AddrSpace.REG), UOp.loop(5)   # around a token
-    t = UOp.const(0) if is_cpu else axes[0] * (T // groups) + self.begin
-    self.token = token.after(token.after(*axes, t)[0].store(t.cast(dtypes.int32)), self.begin)
-    first, self.now = [x[0].load().cast(dtypes.weakint) % T for x in (self.token, self.token.after(self.loop))]
     def is_new(t: UOp) -> UOp:   # whether a sequence begins at token t
       return (t < 1) | tokens[SLOT, (t - 1).maximum(0)].load().ne(tokens[SLOT, t.minimum(T - 1)].load())
-    self.exists = is_new(first)
+    i, self.end = UOp.range(T // groups, 4, AxisType.REDUCE), (axes[0] + 1) * (T // groups)   # end of the part
+    # Tokens from the part's first sequence on
+    left = is_new(self.end - 1 - i).where(T - self.end + 1 + i, 0).cast(dtypes.int32).reduce(i, arg=Ops.MAX)
+    # Loops around a sequence and around a token
+    token, self.begin, self.loop = UOp.placeholder((1,), dtypes.int32, 100, AddrSpace.REG), UOp.loop(5), UOp.loop(6)
+    self.token = token.after(token.after(*axes)[0].store(T - left), self.begin)
+    first, self.now = [x[0].load().cast(dtypes.weakint) for x in (self.token, self.token.after(self.loop))]
+    self.exists, first, self.now = first < self.end, first % T, self.now % T
     self.goes_on = self.exists & (self.now < T - 1) & is_new(self.now + 1).logical_not()
     tile = row_start(state, tokens, first) + state.max_shape[1] - count * size + (self.column - self.lane) * size
     self.state, self.at = state.base, tile + self.part * self.width + self.lane   # at: of the lane's first number
-    i, shape = self.each(8, 1), (self.own, self.width if is_cpu else 1)
+    i, shape = self.each(9, 1), (self.own, self.width if is_cpu else 1)
     memory = UOp.placeholder(shape, dtypes.float32, 101, AddrSpace.REG)
     stored = self.stored(i, self.exists & (tokens[POSITION, first].load() > 0)).load()   # 0 before the first token
     self.memory = memory.after(self.cell(memory.after(self.begin), i).store(stored).end(*self.vector, *i.ranges))
@@ -172,7 +174,7 @@ class TokenLoop:
 
   def totals(self, *products: Callable[[UOp], UOp]) -> list[UOp]:
     """Return sums over a column. products: of the lane's i-th number. All sums share a loop."""
-    i = self.each(6, 4, (AxisType.REDUCE, AxisType.UNROLL))
+    i = self.each(7, 4, (AxisType.REDUCE, AxisType.UNROLL))
     sums = [x(i).reduce(*i.ranges, arg=Ops.ADD) for x in products]
     if self.parts == 1: return sums
     shared = UOp.placeholder((len(sums), self.width, self.parts), dtypes.float32, 102, AddrSpace.LOCAL)
@@ -182,14 +184,14 @@ class TokenLoop:
 
   def kernel(self, name: str, change: Callable[[UOp], UOp], store: UOp) -> UOp:
     """Return the kernel. change: returns the lane's i-th number after a token. store: of the token's results."""
-    i, j = self.each(10, 16), self.each(12, 1)   # with fewer than 16, clang vectorizes with gathers
+    i, j = self.each(11, 16), self.each(13, 1)   # with fewer than 16, clang vectorizes with gathers
     update = self.cell(self.memory.after(self.loop), i).store(change(i)).end(*self.vector, *i.ranges)
     count = self.token.after(self.loop)[0].store((self.now + 1).cast(dtypes.int32))
     end = UOp.group(update, store.end(*self.vector), count).end(self.loop, self.goes_on)
     last = self.cell(self.memory.after(end), j).load()
     result = self.stored(j, self.exists).store(last).end(*self.vector, *j.ranges)
-    goes_on = [self.token.after(result)[0].load() < self.T] * len(self.vector)
-    return result.end(self.begin, *goes_on).end(*self.axes).sink(arg=KernelInfo(name=name, opts_to_apply=()))
+    goes_on = self.exists & (self.token.after(result)[0].load() < self.end)
+    return result.end(self.begin, goes_on).end(*self.axes).sink(arg=KernelInfo(name=name, opts_to_apply=()))
 
 
 def delta_kernel(out: UOp, state: UOp, x: UOp, gates: UOp, tokens: UOp, K: int, groups: int) -> UOp:
