@@ -1,16 +1,16 @@
 """/v1/responses and /v1/messages, the protocols of coding agents. Both translate their body into a chat, and answer
-with a list of blocks of text, reasoning or tool calls. Invariant: at most the last block is open."""
-import dataclasses, itertools, pathlib, re, uuid
+with a list of blocks of text, reasoning or tool calls."""
+import itertools, pathlib, re
 from typing import Literal
 
 import pydantic
 
-from tinyvllm import CompletionOutput, RequestOutput
 from tinyvllm.config import InputError, JsonObject, check, read_json
-from tinyvllm_extra.text.chat_template import INSTRUCTIONS, parse_arguments, plain_text
+from tinyvllm_extra.text.chat_template import INSTRUCTIONS, plain_text
 
-from . import answers, errors
-from .protocol import SAMPLING, ChatCompletionRequest, JsonBody, check_unknown, thinking, with_fields
+from . import errors
+from .answers import BlockBuilder, Job
+from .protocol import SAMPLING, Body, ChatCompletionRequest, Int, JsonBody, thinking, with_fields
 
 # ignored: fields of the official clients without effect here. stateful: fields that need stored responses or prompts.
 # echo: properties of a response that repeat the request, with defaults; constant: the same in each response. messages,
@@ -18,24 +18,21 @@ from .protocol import SAMPLING, ChatCompletionRequest, JsonBody, check_unknown, 
 # kind of block a whole one and the events that open it, add text and close it. Clients drop thinking without signature
 TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
 # Fields that the chat takes over unchanged
-CHAT_FIELDS = SAMPLING.keys() - {"n", "logprobs", "prompt_logprobs"} | {"model", "stream", "priority", "cache_salt"}
-
-
-class Tolerant(JsonBody):
-  """An object that may have unknown fields."""
-  model_config = pydantic.ConfigDict(extra="allow", strict=True)
+CHAT_FIELDS = {name: x for name, x in SAMPLING.items() if name not in ("n", "logprobs", "prompt_logprobs")} | {
+  "model": str, "stream": bool, "priority": Int, "cache_salt": str, "chat_template_kwargs": dict}
+COMMON = CHAT_FIELDS | dict.fromkeys(TABLES["ignored"], object)
 
 
 @with_fields(text=str)
-class Part(Tolerant): type: str
+class Part(JsonBody): type: str
 
 
 @with_fields(schema_=(JsonObject | None, pydantic.Field(None, alias="schema")))
-class TextFormat(Tolerant): type: Literal["text", "json_object", "json_schema"]
+class TextFormat(JsonBody): type: Literal["text", "json_object", "json_schema"]
 
 
 @with_fields(format=TextFormat, effort=str)
-class AnswerOptions(Tolerant):
+class AnswerOptions(JsonBody):
   """The format of an answer's text, and the effort of its reasoning."""
   def response_format(self) -> JsonObject | None:
     """Return the format as a chat's response_format."""
@@ -67,104 +64,14 @@ def function(name: str | None, **fields: object) -> JsonObject:
   return {"type": "function", "function": {"name": name, **fields}}
 
 
-def chat_request(body: Tolerant, chat_template_kwargs: JsonObject, **fields: object) -> ChatCompletionRequest:
+def chat_request(body: Body, chat_template_kwargs: JsonObject, **fields: object) -> ChatCompletionRequest:
   """Return a chat with `fields` and with the body's CHAT_FIELDS. chat_template_kwargs: defaults for the body's. Raises
-  RequestValidationError, and InputError for a field that must not be ignored."""
+  RequestValidationError."""
   options = {name: value for name, value in body if name in CHAT_FIELDS}
-  extra = body.model_extra or {}
-  for name in extra.keys() - options.keys() - {"chat_template_kwargs", *TABLES["ignored"]}:
-    if extra[name] is not None: check_unknown(name, extra[name])
-  variables = extra.get("chat_template_kwargs", {})
-  if isinstance(variables, dict): variables = {**chat_template_kwargs, **variables}
-  try: return ChatCompletionRequest.model_validate({**options, "chat_template_kwargs": variables, **fields})
+  options["chat_template_kwargs"] = {**chat_template_kwargs, **(body.chat_template_kwargs or {})}
+  try: return ChatCompletionRequest.model_validate({**options, **fields})
   except pydantic.ValidationError as error:
     raise errors.RequestValidationError([{**x, "loc": ("body", *x["loc"])} for x in error.errors()]) from error
-
-
-@dataclasses.dataclass
-class Block:
-  kind: str   # content, reasoning or call
-  id: str
-  name: str = ""   # function name of a call
-  text: str = ""   # text so far; for a call, its arguments
-
-
-def fill(template: JsonObject, values: JsonObject) -> JsonObject:
-  """Return the template with each value in place of its name, such as "$text". Only "$id" may be a part of a string."""
-  def filled(x: object) -> object:
-    if isinstance(x, list): return [*map(filled, x)]
-    if isinstance(x, dict): return fill(x, values)
-    if not isinstance(x, str): return x
-    return values[x] if x in values else x.replace("$id", values["$id"])
-  return {key: filled(x) for key, x in template.items()}
-
-
-class BlockBuilder:
-  """Writes an answer that is a list of blocks. Subclasses write the whole answer, and the last events. templates: see
-  TABLES."""
-  templates: JsonObject
-
-  def __init__(self, chat: ChatCompletionRequest, job: answers.Job):
-    self.job = job
-    self.parser, = job.parsers(chat)
-    self.blocks: list[Block] = []
-    self.end: CompletionOutput | None = None   # the last output
-
-  is_cut = property(lambda self: self.end is not None and self.end.finish_reason != "stop")
-
-  def response(self) -> JsonObject:
-    output = self.job.requests[0].output()
-    self.events(0, output, output.outputs[0])
-    return self.whole()
-
-  def events(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
-    """Add a completion's new text to the blocks, and return the events."""
-    events: list[bytes] = []
-    for kind, text in self.parser.feed(completion.text, bool(completion.finish_reason)):
-      if kind == "call": events += self.start(kind, text)
-      elif kind != "arguments" and (not self.blocks or kind != self.blocks[-1].kind): events += self.start(kind)
-      if kind == "call": continue
-      self.blocks[-1].text += text
-      events.append(self.write("delta", self.blocks[-1], text))
-    if completion.finish_reason:
-      if not self.blocks: events += self.start("content")
-      self.end = completion
-      events.append(self.write("closing", self.blocks[-1]))
-    return b"".join(events)
-
-  def start(self, kind: str, name: str = "") -> list[bytes]:
-    """Close the last block and open a new one."""
-    closing = [self.write("closing", block) for block in self.blocks[-1:]]
-    self.blocks.append(Block(kind, uuid.uuid4().hex, name))
-    return [*closing, self.write("opening", self.blocks[-1])]
-
-  def values(self, block: Block) -> JsonObject:
-    is_cut = self.is_cut and block is self.blocks[-1]
-    arguments = parse_arguments(block.text) if block.kind == "call" else {}   # they arrive at once
-    return {"$id": block.id, "$index": self.blocks.index(block), "$name": block.name, "$text": block.text,
-            "$arguments": arguments, "$status": "incomplete" if is_cut else "completed"}
-
-  def item(self, block: Block) -> JsonObject: return fill(self.templates[block.kind]["whole"], self.values(block))
-
-  def write(self, step: str, block: Block, delta: str = "") -> bytes:
-    """Return the events of a block: its opening, a delta or its closing."""
-    values = {**self.values(block), "$delta": delta, "$block": self.item(block) if step == "closing" else {}}
-    return b"".join(self.event(fill(x, values)) for x in self.templates[block.kind][step])
-
-  def first_events(self, output: RequestOutput) -> bytes:
-    values = {"$id": self.job.id, "$whole": self.whole()}
-    return b"".join(self.event(fill(x, values)) for x in self.templates["first"])
-
-  def usage(self) -> JsonObject:
-    """Return the numbers of tokens."""
-    usage = self.job.usage()
-    num_cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return fill(self.templates["usage"], {
-      "$input": usage["prompt_tokens"], "$uncached": usage["prompt_tokens"] - num_cached, "$cached": num_cached,
-      "$output": usage["completion_tokens"] if self.end else 0, "$total": usage["total_tokens"]})
-
-  def event(self, content: JsonObject) -> bytes: return answers.event(content)
-  def whole(self) -> JsonObject: raise NotImplementedError
 
 
 # POST /v1/messages and /v1/messages/count_tokens, Anthropic's protocol. Its content blocks become a chat, and the
@@ -180,21 +87,20 @@ class ContentBlock(Part):
 
 
 @with_fields(content=(str | list[ContentBlock], ...))
-class Message(Tolerant): role: Literal["user", "assistant", "system"]
+class Message(JsonBody): role: Literal["user", "assistant", "system"]
 
 
 @with_fields(name=(str, ...), description=str, input_schema=JsonObject)   # no schema: runs on Anthropic's servers
-class MessagesTool(Tolerant): ...
+class MessagesTool(JsonBody): ...
 
 
 @with_fields(name=str, disable_parallel_tool_use=bool)
-class MessagesToolChoice(Tolerant): type: Literal["auto", "any", "tool", "none"]
+class MessagesToolChoice(JsonBody): type: Literal["auto", "any", "tool", "none"]
 
 
-@with_fields(messages=(list[Message], ...), model=str, system=str | list[Part], max_tokens=int,
-             stop_sequences=list[str], tools=list[MessagesTool], tool_choice=MessagesToolChoice, thinking=Part,
-             output_config=AnswerOptions, stream=bool)
-class MessagesRequest(Tolerant):
+@with_fields(**COMMON, messages=(list[Message], ...), system=str | list[Part], stop_sequences=list[str],
+             tools=list[MessagesTool], tool_choice=MessagesToolChoice, thinking=Part, output_config=AnswerOptions)
+class MessagesRequest(Body):
   """Also accepts the sampling parameters of a chat."""
   def to_chat(self) -> ChatCompletionRequest:
     """Return the chat for a body. Raises InputError for content that is not text."""
@@ -249,9 +155,9 @@ class MessagesBuilder(BlockBuilder):
     return {"stop_reason": "max_tokens" if self.is_cut else reason, "stop_sequence": sequence}
 
   def last_events(self, error: Exception | None = None) -> bytes:
-    if error: return answers.event(errors.anthropic_error(errors.internal_error(error)["error"]))
+    if error: return self.event(errors.anthropic_error(errors.internal_error(error)["error"]))
     end = {"type": "message_delta", "delta": self.stop(), "usage": self.usage()}
-    return answers.event(end) + answers.event({"type": "message_stop"})
+    return self.event(end) + self.event({"type": "message_stop"})
 
 
 # POST /v1/responses, OpenAI's newer protocol, without stored state: the client sends the whole conversation. Its items
@@ -260,17 +166,17 @@ class MessagesBuilder(BlockBuilder):
 
 @with_fields(type=str, role=Literal["user", "assistant", "system", "developer"], content=str | list[Part],
              summary=list[Part], call_id=str, name=str, arguments=str, input=str, output=str | list[Part])
-class Item(Tolerant):
+class Item(JsonBody):
   """An input item: a message (type: also None), a function call, its output, or reasoning with a summary. input: the
   argument of a custom tool's call."""
 
 
 @with_fields(name=str, description=str, parameters=JsonObject)
-class ResponsesTool(Tolerant): type: str
+class ResponsesTool(JsonBody): type: str
 
 
 @with_fields(name=str, mode=(Literal["auto", "required"], "auto"), tools=(list[ResponsesTool], []))
-class ResponsesToolChoice(Tolerant):
+class ResponsesToolChoice(JsonBody):
   type: Literal["function", "allowed_tools"]
 
   def for_chat(self) -> JsonObject:
@@ -279,15 +185,16 @@ class ResponsesToolChoice(Tolerant):
     return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": functions}}
 
 
-@with_fields(input=(str | list[Item], ...), model=str, instructions=str, max_output_tokens=int,
-             tools=list[ResponsesTool], tool_choice=Literal["none", "auto", "required"] | ResponsesToolChoice,
-             parallel_tool_calls=bool, text=AnswerOptions, reasoning=AnswerOptions, metadata=JsonObject, stream=bool)
-class ResponsesRequest(Tolerant):
+@with_fields(**COMMON | dict.fromkeys(TABLES["stateful"], object) | {"metadata": JsonObject},
+             input=(str | list[Item], ...), instructions=str, max_output_tokens=int, tools=list[ResponsesTool],
+             tool_choice=Literal["none", "auto", "required"] | ResponsesToolChoice, parallel_tool_calls=bool,
+             text=AnswerOptions, reasoning=AnswerOptions)
+class ResponsesRequest(Body):
   """Also accepts the sampling parameters of a chat."""
   def to_chat(self) -> ChatCompletionRequest:
     """Return the chat for a body. Raises InputError for what needs state or is not text."""
     for name in TABLES["stateful"]:
-      check(not (self.model_extra or {}).get(name), f"{name}: the server stores nothing: send the whole input instead")
+      check(not getattr(self, name), f"{name}: the server stores nothing: send the whole input instead")
     messages: list[JsonObject] = []
     if self.instructions: add_message(messages, "system", self.instructions)
     if isinstance(self.input, str): add_message(messages, "user", self.input)
@@ -328,16 +235,14 @@ class ResponsesBuilder(BlockBuilder):
   """Writes a response object, or all events up to response.completed."""
   templates = TABLES["responses"]
 
-  def __init__(self, source: ResponsesRequest, chat: ChatCompletionRequest, job: answers.Job):
+  def __init__(self, source: ResponsesRequest, chat: ChatCompletionRequest, job: Job):
     super().__init__(chat, job)
     self.event_numbers = itertools.count()
-    values = source.model_dump(by_alias=True, exclude_unset=True)
-    echo = TABLES["echo"]
-    self.echo = {**echo, **{name: values[name] for name in echo if values.get(name) is not None}}
+    self.echo = TABLES["echo"] | source.model_dump(by_alias=True, exclude_unset=True, include={*TABLES["echo"]})
     self.echo["tools"] = [tool.model_dump(exclude_unset=True) for tool in functions_of(source)]
 
   def event(self, content: JsonObject) -> bytes:
-    return answers.event({"type": content["type"], "sequence_number": next(self.event_numbers), **content})
+    return super().event({"type": content["type"], "sequence_number": next(self.event_numbers), **content})
 
   def whole(self, error: str | None = None) -> JsonObject:
     """Return the response object so far."""

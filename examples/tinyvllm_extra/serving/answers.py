@@ -1,5 +1,6 @@
-"""Answers in OpenAI's formats with vLLM's extra fields: one JSON response, or a stream of server-sent events. A builder
-writes the answer to one request body. No function here runs a request."""
+"""Answers as one JSON response, or a stream of server-sent events: choices in OpenAI's formats with vLLM's extra
+fields, or blocks in the formats of agents.py. A builder writes the answer to one request body. No function here runs a
+request."""
 import collections, dataclasses, itertools, time, uuid
 from typing import NamedTuple
 
@@ -95,15 +96,17 @@ class ChoicesBuilder:
     choices = [self.choice(i * self.job.params.n + x.index, output, x) for i, output in outputs for x in output.outputs]
     return {**self.wrap(choices), "usage": self.job.usage()}
 
-  def first_events(self, output: RequestOutput) -> bytes: return b""
+  def first_events(self, output: RequestOutput) -> bytes: return b""   # before all others
 
   def events(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
+    """Return the events of a sample with new tokens."""
     index = prompt_index * self.job.params.n + completion.index
     choice = self.choice(index, output, completion)
     self.num_generated[index] += len(completion.token_ids)
     return self.chunk(choice)
 
   def last_events(self, error: Exception | None = None) -> bytes:
+    """Return the events after all samples have finished, or instead of them the event of an internal error."""
     if error: return event(internal_error(error))
     usage = event({**self.wrap([]), "usage": self.job.usage()}) if "usage" in self.head else b""
     return usage + b"data: [DONE]\n\n"
@@ -248,3 +251,90 @@ class ChatBuilder(ChoicesBuilder):
     k = self.job.params.logprobs or 0
     best = sorted((i for i in rows if k == -1 or rows[i].rank <= k), key=lambda i: (rows[i].rank, i))
     return {**entry(token.id), "top_logprobs": [*map(entry, best)]}
+
+
+@dataclasses.dataclass
+class Block:
+  kind: str   # content, reasoning or call
+  id: str
+  name: str = ""   # function name of a call
+  text: str = ""   # text so far; for a call, its arguments
+
+
+def fill(template: JsonObject, values: JsonObject) -> JsonObject:
+  """Return the template with each value in place of its name, such as "$text". Only "$id" may be a part of a string."""
+  def filled(x: object) -> object:
+    if isinstance(x, list): return [*map(filled, x)]
+    if isinstance(x, dict): return fill(x, values)
+    if not isinstance(x, str): return x
+    return values[x] if x in values else x.replace("$id", values["$id"])
+  return {key: filled(x) for key, x in template.items()}
+
+
+class BlockBuilder:
+  """Writes an answer that is a list of blocks of text, reasoning or tool calls. At most the last block is open.
+  Subclasses write the whole answer, and the last events. templates: see TABLES of agents.py."""
+  templates: JsonObject
+
+  def __init__(self, chat: ChatCompletionRequest, job: Job):
+    self.job = job
+    self.parser, = job.parsers(chat)
+    self.blocks: list[Block] = []
+    self.end: CompletionOutput | None = None   # the last output
+
+  is_cut = property(lambda self: self.end is not None and self.end.finish_reason != "stop")
+
+  def response(self) -> JsonObject:
+    output = self.job.requests[0].output()
+    self.events(0, output, output.outputs[0])
+    return self.whole()
+
+  def events(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
+    """Add a completion's new text to the blocks, and return the events."""
+    events: list[bytes] = []
+    for kind, text in self.parser.feed(completion.text, bool(completion.finish_reason)):
+      if kind == "call": events += self.start(kind, text)
+      elif kind != "arguments" and (not self.blocks or kind != self.blocks[-1].kind): events += self.start(kind)
+      if kind == "call": continue
+      self.blocks[-1].text += text
+      events.append(self.write("delta", self.blocks[-1], text))
+    if completion.finish_reason:
+      if not self.blocks: events += self.start("content")
+      self.end = completion
+      events.append(self.write("closing", self.blocks[-1]))
+    return b"".join(events)
+
+  def start(self, kind: str, name: str = "") -> list[bytes]:
+    """Close the last block and open a new one."""
+    closing = [self.write("closing", block) for block in self.blocks[-1:]]
+    self.blocks.append(Block(kind, uuid.uuid4().hex, name))
+    return [*closing, self.write("opening", self.blocks[-1])]
+
+  def values(self, block: Block) -> JsonObject:
+    is_cut = self.is_cut and block is self.blocks[-1]
+    arguments = chat_template.parse_arguments(block.text) if block.kind == "call" else {}   # they arrive at once
+    return {"$id": block.id, "$index": self.blocks.index(block), "$name": block.name, "$text": block.text,
+            "$arguments": arguments, "$status": "incomplete" if is_cut else "completed"}
+
+  def item(self, block: Block) -> JsonObject: return fill(self.templates[block.kind]["whole"], self.values(block))
+
+  def write(self, step: str, block: Block, delta: str = "") -> bytes:
+    """Return the events of a block: its opening, a delta or its closing."""
+    values = {**self.values(block), "$delta": delta, "$block": self.item(block) if step == "closing" else {}}
+    return b"".join(self.event(fill(x, values)) for x in self.templates[block.kind][step])
+
+  def first_events(self, output: RequestOutput) -> bytes:
+    values = {"$id": self.job.id, "$whole": self.whole()}
+    return b"".join(self.event(fill(x, values)) for x in self.templates["first"])
+
+  def usage(self) -> JsonObject:
+    """Return the numbers of tokens."""
+    usage = self.job.usage()
+    num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return fill(self.templates["usage"], {
+      "$input": usage["prompt_tokens"], "$uncached": usage["prompt_tokens"] - num_cached, "$cached": num_cached,
+      "$output": usage["completion_tokens"] if self.end else 0, "$total": usage["total_tokens"]})
+
+  def event(self, content: JsonObject) -> bytes: return event(content)
+  def whole(self) -> JsonObject: raise NotImplementedError
+  def last_events(self, error: Exception | None = None) -> bytes: raise NotImplementedError

@@ -1,9 +1,9 @@
 """The HTTP server: routes, the middleware in front of them, startup and shutdown. It listens before the
 model is loaded; requests get HTTP 503 until then."""
-import asyncio, contextlib, functools, hmac, json, logging, os, signal, socket, threading, time, typing, uuid
+import asyncio, contextlib, functools, hmac, logging, os, signal, socket, threading, time, typing, uuid
 from collections.abc import Callable, Coroutine
 
-import fastapi, fastapi.middleware.cors as cors, fastapi.routing, uvicorn
+import fastapi, fastapi.middleware.cors as cors, fastapi.routing, pydantic, uvicorn
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import Headers, MutableHeaders
@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinyvllm import __version__
-from tinyvllm.config import InputError, JsonObject, check, has_type, logger
+from tinyvllm.config import InputError, JsonObject, logger
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.pooling.pooling_routes import PoolingServing
 
@@ -248,8 +248,7 @@ class Server(uvicorn.Server):
 
 def parse_origins(words: list[str]) -> list[str]:
   """Return the origins in allowed_origins, whose words are origins or vLLM's JSON lists of them."""
-  try: lists = [json.loads(word) if word.startswith("[") else [word] for word in words]
-  except ValueError: lists = []
-  check(lists and has_type(lists, list[list[str]]), f"allowed_origins={words!r} must be origins, or JSON lists of "
-        "strings, as in '[\"*\"]'")
-  return [origin for origins in lists for origin in origins]
+  read = pydantic.TypeAdapter(list[str]).validate_json
+  try: return [origin for word in words for origin in (read(word) if word.startswith("[") else [word])]
+  except ValueError as error:
+    raise InputError(f"allowed_origins={words!r} must be origins, or JSON lists of strings, as in '[\"*\"]'") from error

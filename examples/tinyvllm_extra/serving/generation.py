@@ -2,17 +2,17 @@
 events. A Builder decides the wire format. `Serving.requests` holds all unfinished requests."""
 import asyncio, collections, contextlib, contextvars, functools, time, uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from tinyvllm import CompletionOutput, RequestOutput, SamplingParams
+from tinyvllm import SamplingParams
 from tinyvllm.config import JsonObject, check, check_ids
 from tinyvllm_extra.llm import LLM
 from tinyvllm_extra.text.parsers import OutputFormat, find_format
 
 from . import errors, prometheus, protocol, server_config
-from .answers import ChatBuilder, CompletionBuilder, GenerateBuilder, Job
+from .answers import BlockBuilder, ChatBuilder, ChoicesBuilder, CompletionBuilder, GenerateBuilder, Job
 from .async_engine import AsyncLLM, IndexedOutput, Request
 from .protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest
 
@@ -20,16 +20,7 @@ EVENT_STREAM = "text/event-stream"
 # The engine's requests that answer the current HTTP request; set by the access log
 SERVED = contextvars.ContextVar[list[Request]]("SERVED")
 B = TypeVar("B", CompletionRequest, ChatCompletionRequest)
-
-
-class Builder(Protocol):
-  """Writes an answer in its wire format: `response` whole, or the bytes of a stream's events."""
-  def response(self) -> JsonObject: ...
-  def first_events(self, output: RequestOutput) -> bytes: """Return the events before all others."""
-  def events(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
-    """Return the events of a sample with new tokens."""
-  def last_events(self, error: Exception | None = None) -> bytes:
-    """Return the events after all samples have finished, or instead of them the event of an internal error."""
+Builder = BlockBuilder | ChoicesBuilder   # writes an answer in its wire format
 
 
 class Serving:

@@ -29,16 +29,14 @@ FailFast = pydantic.Field(fail_fast=True)   # stops at the first error of a list
 # One or several prompts, each a string or token ids
 Prompts = (str | Annotated[list[str], FailFast] | Annotated[list[int], FailFast] |
            Annotated[list[Annotated[list[int], FailFast]], FailFast])
-# Names of fields. no_effect: of OpenAI and vLLM, by type; those of no_effect_if_empty and no_effect_at are limited to
-# the values for which that is true. refused: they change the answer, and are of other routes or of features that
-# tinyvllm lacks
+# Names of fields. no_effect: of OpenAI and vLLM, by type; those of no_effect_at are limited to the values for which
+# that is true. refused: they change the answer, and are of other routes or of features that tinyvllm lacks
 FIELDS = read_json(pathlib.Path(__file__).with_suffix(".json"))
-TYPES: dict[str, type] = {x.__name__: x for x in (str, dict, list, bool, float)}
-NO_EFFECT: dict[str, object] = {
-  **{name: TYPES[kind] for kind, names in FIELDS["no_effect"].items() for name in names},
-  **{name: Annotated[TYPES[kind], Nothing] for kind, names in FIELDS["no_effect_if_empty"].items() for name in names},
-  **{name: Literal.__getitem__((*values,)) for name, values in FIELDS["no_effect_at"].items()},
-  "modalities": list[Literal["text"]]}
+TYPES: dict[str, object] = {
+  "str": str, "dict": dict, "bool": bool, "float": float, "texts": list[Literal["text"]],
+  "empty list": Annotated[list, Nothing], "empty dict": Annotated[dict, Nothing]}
+NO_EFFECT = {name: TYPES[kind] for kind, names in FIELDS["no_effect"].items() for name in names} | {
+  name: Literal.__getitem__((*values,)) for name, values in FIELDS["no_effect_at"].items()}
 
 
 # strict: --strict-fields; names: the unknown fields that were logged
@@ -57,7 +55,8 @@ def check_unknown(name: str, value: object) -> None:
 
 
 class JsonBody(pydantic.BaseModel):
-  """A JSON object of a request: its body, or an object inside it. with_fields adds most of its fields."""
+  """A JSON object inside a request body, which may have unknown fields. with_fields adds most of its fields."""
+  model_config = pydantic.ConfigDict(extra="allow", strict=True)
   if TYPE_CHECKING:
     def __getattr__(self, name: str) -> Any: ...
 
@@ -67,8 +66,8 @@ def field_names(body: type[JsonBody]) -> set[str]: return {x.alias or name for n
 
 
 class Body(JsonBody):
-  """An object whose unknown fields are logged or refused."""
-  model_config = pydantic.ConfigDict(extra="ignore", strict=True)
+  """A request body, or an object inside it, whose unknown fields are logged or refused."""
+  model_config = pydantic.ConfigDict(extra="ignore")
 
   @pydantic.model_validator(mode="before")
   @classmethod

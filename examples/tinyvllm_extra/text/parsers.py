@@ -26,16 +26,7 @@ OUTSIDE = Section("outside", "")   # the text between sections
 TABLES = config.read_json(pathlib.Path(__file__).with_suffix(".json"))
 GROUPS = {name: tuple(Section(**{**x, "closings": tuple(x.get("closings", ()))}) for x in sections)
           for name, sections in TABLES["groups"].items()}
-Table = dict[str, tuple[str, tuple[Section, ...]]]
-
-
-def read_table(kind: str) -> Table:
-  return {name: (row["template"], tuple(section for group in row["groups"] for section in GROUPS[group]))
-          for name, row in TABLES[kind].items()}
-
-
-REASONING, TOOLS = read_table("reasoning"), read_table("tools")
-DEFAULT_TOOLS, BARE_JSON = TOOLS["hermes"][1], GROUPS["bare JSON"]
+REASONING, TOOLS = TABLES["reasoning"], TABLES["tools"]
 QUOTED = {quote: re.compile(rf"{quote}|\\.", re.DOTALL) for quote in "\"'"}
 BRACKETS = {False: re.compile(r'[\[\]{}"]'), True: re.compile(r"""[\[\](){}"']""")}   # True: Python's
 RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
@@ -47,7 +38,7 @@ MAX_REJECTED = 100   # openings that are no calls; then the rest is content, bec
 class OutputFormat:
   """The sections in a model's output."""
   reasoning: tuple[Section, ...] = ()
-  tools: tuple[Section, ...] = DEFAULT_TOOLS
+  tools: tuple[Section, ...] = (*GROUPS["tagged"], *GROUPS["bare JSON"])
 
   def has_special(self, special_tokens: list[str]) -> bool:
     """Return whether a marker contains a special token, so that skip_special_tokens would remove it."""
@@ -70,10 +61,10 @@ class OutputFormat:
 
 def find_format(template: str, reasoning: str | None = None, tools: str | None = None) -> OutputFormat:
   """Return the format for two of vLLM's parser names; None: the chat template's model family decides."""
-  def sections(table: Table, name: str | None, default: tuple[Section, ...]) -> tuple[Section, ...]:
-    if name: return table[name][1]
-    return next((x for expression, x in table.values() if re.search(expression, template)), default)
-  return OutputFormat(sections(REASONING, reasoning, ()), sections(TOOLS, tools, DEFAULT_TOOLS))
+  def sections(table: config.JsonObject, name: str | None) -> tuple[Section, ...]:
+    rows = [table[name]] if name else [row for row in table.values() if re.search(row["template"], template)]
+    return tuple(section for row in rows[:1] for group in row["groups"] for section in GROUPS[group])
+  return OutputFormat(sections(REASONING, reasoning), sections(TOOLS, tools) or OutputFormat.tools)
 
 
 @functools.cache
@@ -90,7 +81,7 @@ class Parser:
                parallel: bool = True):
     self.functions = functions
     self.parallel = parallel
-    tools = (BARE_JSON if is_forced else output_format.tools) * bool(functions)
+    tools = (GROUPS["bare JSON"] if is_forced else output_format.tools) * bool(functions)
     sections = {x.opening: x for x in (*tools, *output_format.reasoning)}
     self.first_sections = [x for x in sections.values() if x.is_first]
     self.sections = {x.opening: x for x in sections.values() if not x.is_first}
