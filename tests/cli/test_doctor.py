@@ -21,10 +21,10 @@ from tinygrad import dtypes, helpers
 from tinygrad.device import ALL_DEVICES
 
 from tinyvllm import LLM, __version__, backend, config
-from tinyvllm_extra.cli import doctor, tune
+from tinyvllm_extra.cli import doctor
 from tinyvllm_extra.formats import tuning
 from tinyvllm_extra.formats.fit import estimate_fit, prequantized
-from tinyvllm_extra.kernels import cuda_source, products
+from tinyvllm_extra.kernels import FastBackend, cuda_source, products
 from tinyvllm_extra.kernels.drivers import DriverMemory
 
 GIB = 2**30
@@ -39,12 +39,12 @@ def test_probe_prints_facts_and_bandwidth(monkeypatch, capfd):
   bandwidth = mock.Mock(wraps=doctor.bandwidth)
   monkeypatch.setattr(doctor, "bandwidth", bandwidth)
   monkeypatch.setattr(doctor, "BUFFER", 2**20)
-  monkeypatch.setattr(doctor.kernels, "make_backend", doctor.kernels.FastBackend)
+  monkeypatch.setattr(doctor, "make_backend", FastBackend)
   for seconds in (0.0, 0.01): doctor.probe(seconds)
   plain, facts, speed = (json.loads(line)["doctor"] for line in capfd.readouterr().out.splitlines() if line)
   assert {*plain} == {*facts} == {*CPU} - {"gb_per_s"} and facts["opens"] and facts["renderer"].startswith("CPU ")
   assert 0 < facts["free_gib"] < facts["total_gib"] and facts["largest_gib"] == facts["total_gib"]
-  bandwidth.assert_called_once_with(doctor.kernels.FastBackend.Linear, 2**20, dtypes.float32, 0.01)
+  bandwidth.assert_called_once_with(FastBackend.Linear, 2**20, dtypes.float32, 0.01)
   assert {*speed} == {"gb_per_s"} and 0 < speed["gb_per_s"] < 1e6
 
 
@@ -60,8 +60,8 @@ def test_probe_prints_the_reason_of_an_error(monkeypatch, capfd):
 def test_bandwidth_is_bytes_per_median_time(monkeypatch, step, seconds, calls):
   """A fast device, with less than 2 ms per read, reads the weights 16 times per measurement."""
   graphs, times = [mock.Mock(), mock.Mock()], itertools.count()
-  monkeypatch.setattr(tune, "TinyJit", mock.Mock(side_effect=graphs))
-  monkeypatch.setattr(tune, "time", SimpleNamespace(perf_counter=lambda: next(times) * step))
+  monkeypatch.setattr(doctor, "TinyJit", mock.Mock(side_effect=graphs))
+  monkeypatch.setattr(doctor, "time", SimpleNamespace(perf_counter=lambda: next(times) * step))
   result = doctor.bandwidth(backend.Linear, 2**20 + 99, dtypes.float16, seconds)
   rows = 2**20 // 4096 // 2 // 16 * 16
   assert result == pytest.approx(rows * 4096 * 2 / step * (16 if step < 2e-3 else 1))
@@ -93,7 +93,7 @@ def machine(monkeypatch):
   """Return a function that sets the backends of this machine and its default one, by their facts' names, and DEV."""
   monkeypatch.setattr(doctor, "ORDER", ["CL", "METAL", "CPU"])
   read = config.read_json
-  monkeypatch.setattr(config, "read_json", lambda path: {"tiny": TINY} if path.name == "shapes.json" else read(path))
+  monkeypatch.setattr(doctor, "read_json", lambda path: {"tiny": TINY} if path.name == "shapes.json" else read(path))
 
   def set_up(backends, default="CPU", dev=""):
     monkeypatch.setenv("DEV", dev)
@@ -291,10 +291,10 @@ def test_tune_keeps_tiles_that_are_faster_twice(tuned, monkeypatch, tmp_path, qu
     if calls.count(choice) == 2: step()
     return 2e-6 if built_in.setdefault(*choice) == choice[1] else times[calls.count(choice) > 1] / 1e6
   def run(): return run_command("doctor", "--tune", "--model", folder, *quantization)
-  with monkeypatch.context() as patch, mock.patch.multiple(tune, ROWS=(8,), seconds_per_call=seconds):
+  with monkeypatch.context() as patch, mock.patch.multiple(doctor, ROWS=(8,), seconds_per_call=seconds):
     run_on_cpu(patch)
-    patch.setattr(tuning, "KERNELS", 1)
-    patch.setattr(doctor.kernels.FastBackend, "pick_dtype", lambda *_: "float16")
+    patch.setattr(doctor, "KERNELS", 1)
+    patch.setattr(FastBackend, "pick_dtype", lambda *_: "float16")
     assert re.search(rf"8 +\d +2.000 .* {gain} .*\n\nkept in {tuned}\n", run().stdout)
     patch.setattr(helpers, "CACHEDB", "/proc/none/cache.db")
     assert f"{tuned.name} cannot be written" in error_line(run())

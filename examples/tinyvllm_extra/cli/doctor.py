@@ -1,25 +1,33 @@
 """`tinyvllm doctor`: test each tinygrad backend on this machine; report which one the engine uses and why, and which
 models fit. Each backend runs in its own process, since a driver may hang or crash. The bandwidth test runs the
-engine's matmul, so that it predicts the engine's speed."""
-import importlib.metadata, json, os, pathlib, platform, re, shlex, shutil, signal, subprocess, sys
+engine's matmul, so that it predicts the engine's speed. `--tune` measures the tiles of matrix kernels in a model's
+shapes, for steps that decode, and keeps the fastest ones in the file of formats/tuning.py."""
+import copy, importlib.metadata, json, os, pathlib, platform, re
+import shlex, shutil, signal, statistics, subprocess, sys, time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from tinygrad import Device, Tensor, dtypes
+from tinygrad import Context, Device, Tensor, TinyJit, dtypes, helpers, nn
 from tinygrad.device import ALL_DEVICES
 
-from tinyvllm import __version__, backend, config
-from tinyvllm.config import InputError, JsonObject
-from tinyvllm_extra import kernels, programs
+from tinyvllm import __version__
+from tinyvllm.backend import Devices, Linear
+from tinyvllm.config import InputError, JsonObject, check, read_json
+from tinyvllm_extra import programs
 from tinyvllm_extra.formats import architecture, gguf, hub, tuning
-from tinyvllm_extra.formats.fit import DTYPES, GIB, QUANTIZED, estimate_fit, open_device, prequantized
+from tinyvllm_extra.formats.fit import DTYPES, GIB, QUANTIZED, estimate_fit, is_in_layer, open_device, prequantized
+from tinyvllm_extra.kernels import kernel_cache, make_backend, matmul, products
 from tinyvllm_extra.kernels.drivers import device_memory, host_memory
-
-from .tune import seconds_per_call, tune
+from tinyvllm_extra.models.quantized import NUMBER_FORMATS
 
 LIMIT = 90   # timeout of a backend's process, in seconds
 BUFFER = 2**28   # maximum size of the bandwidth test's weights, in bytes
 INPUTS = 4096    # number of input features of the weights
+ROWS = (1, 8, 16, 32, 64)   # of --tune
+GAIN = 1.03      # minimum gain of a choice of tiles
+COPIES = 2**28   # bytes of a matrix's copies, more than caches hold
+KERNELS = 64     # products in a graph, so that it takes longer than its launch
 WORDS = {"True": "yes", "False": "no"}
 ORDER = [name for name in ALL_DEVICES if name != "DSP"]
 
@@ -32,7 +40,7 @@ def probe(seconds: float) -> None:
   def emit(**facts: object) -> None: print("\n" + json.dumps({"doctor": facts}), flush=True)
   try:
     facts = open_device()
-    best = kernels.make_backend()
+    best = make_backend()
     total = device_memory(Device.DEFAULT).total
     most = best.memory.largest_tensor()
     renderer = f"{Device.DEFAULT} {type(Device.default.renderer).__name__}"
@@ -49,7 +57,18 @@ def reason_of(error: BaseException) -> str:
   return "; ".join(dict.fromkeys(str(e).split("\n")[0] or repr(e) for e in getattr(cause, "exceptions", [cause])))
 
 
-def bandwidth(layer_type: type[backend.Linear], size: int, dtype: Any, seconds: float) -> float:
+def seconds_per_call(step: Callable[[], object], seconds: float) -> float:
+  """Return the median duration of a step in a graph, in calls that take at least `seconds` together."""
+  graph, durations = TinyJit(step), list[float]()
+  while len(durations) < 3 or sum(durations[2:]) < seconds:   # the first two calls compile and capture
+    started = time.perf_counter()
+    with Context(JIT_BATCH_SIZE=0): graph()
+    Device[Device.DEFAULT].synchronize()
+    durations.append(time.perf_counter() - started)
+  return statistics.median(durations[2:])
+
+
+def bandwidth(layer_type: type[Linear], size: int, dtype: Any, seconds: float) -> float:
   """Return the median memory bandwidth, in bytes per second, of a backend's x @ W.T in a graph. size: bytes of W. On a
   fast device the graph reads W 16 times, like a model's layers: a single read would measure the host."""
   linear = layer_type(INPUTS, {"W": size // INPUTS // dtype.itemsize // 16 * 16}, False, dtype)
@@ -58,6 +77,60 @@ def bandwidth(layer_type: type[backend.Linear], size: int, dtype: Any, seconds: 
   def read(times: int, seconds: float) -> float:
     return seconds_per_call(lambda: Tensor.realize(*[linear(x) for _ in range(times)]), seconds) / times
   return linear.weight.nbytes() / read(16 if read(1, 0) < 2e-3 else 1, seconds)
+
+
+# --tune
+
+def copies_of(layer: matmul.FastLinear, quantization: str | None) -> list[matmul.FastLinear]:
+  """Return KERNELS layers, copies of one for tensor cores with zeros as weights. The same copy returns after COPIES
+  bytes of weights or more. quantization: "int8" or "int4" for a matrix in layers, or None."""
+  if quantization and is_in_layer(next(iter(layer.sources))):
+    layer.number_format = NUMBER_FORMATS[np.dtype({"int8": np.int8, "int4": np.uint8}[quantization])]
+    (tiles, parts), bits = layer.weight.max_shape[:2], layer.number_format.bits
+    layer.weight = Tensor.empty(tiles, parts, 8, 4, bits // 2, dtype=dtypes.uint32)
+    names = ("scale", "offset")[:8 // bits]   # int8 has no offset
+    layer.scales = {name: Tensor.empty(tiles, parts, 8, 2, dtype=dtypes.half) for name in names}
+  for x in nn.state.get_parameters(layer): x.replace(x.zeros_like().contiguous().realize())
+  layer.flags = products.new_flags(Device.DEFAULT)
+  copies = [copy.copy(layer) for _ in range(min(KERNELS, 1 + COPIES // layer.weight.nbytes()))]
+  for other in copies: other.weight = layer.weight.clone().realize()
+  return (copies * KERNELS)[:KERNELS]
+
+
+def choose(layers: list[matmul.FastLinear], x: Tensor, kept: dict[str, str]) -> JsonObject:
+  """Add the fastest tiles for products of x with the same matrix to `kept`. Return facts for the report. The products
+  in a graph share the buffer of their results, so that none starts before another has ended."""
+  def measure(tiles: products.Tiles) -> float:   # microseconds, in calls that take at least 0.1 s together
+    products.choices = {key: str(tiles)}
+    return seconds_per_call(lambda: Tensor.realize(*[layer(x) for layer in layers]), 0.1) / len(layers) * 1e6
+  key, (built_in, *others) = products.candidates(layers[0], x)
+  fastest = min((built_in, *others), key=measure)
+  times = {tiles: measure(tiles) for tiles in (built_in, fastest)}   # again, as the fastest of many was also lucky
+  best = fastest if GAIN * times[fastest] < times[built_in] else built_in
+  kept[key] = str(best)
+  sizes = re.sub(r"m.*?, |\w+=|Tiles", "", str(best))
+  return {"rows": x.shape[0], "candidates": 1 + len(others), "built_in_us": times[built_in], "best_us": times[best],
+          "gain_percent": 100 * (times[built_in] / times[best] - 1), "choice": sizes}
+
+
+def tune(name: str, hf: JsonObject, quantization: str | None) -> list[JsonObject]:
+  """Measure the matrices of a model, and write the file. Return a row of the report per matrix and number of rows. hf:
+  the content of config.json. quantization: of a model that is not pre-quantized, "int8", "int4" or None."""
+  kept = {**tuning.prepare_device()}
+  backend = make_backend()
+  config, model_class = architecture.choose_model(hf, pathlib.Path(name))
+  model = model_class(config, getattr(dtypes, backend.pick_dtype("auto", config)), backend, Devices())
+  layers = {(type(x), x.weight.shape, x.axis): x for x in model.modules()
+            if isinstance(x, matmul.FastLinear) and x.num_experts == 1 and x.weight.ndim == 8}
+  check(layers, f"DEV={Device.DEFAULT} has nothing to tune for {name}: only CUDA's tensor cores have several kernels")
+  report: list[JsonObject] = []
+  for layer in helpers.tqdm([*layers.values()], desc="measuring", disable=None):
+    copies = copies_of(layer, prequantized(hf) or quantization)
+    for x in [Tensor.ones(T, 32 * layer.weight.max_shape[1], dtype=model.dtype).contiguous().realize() for T in ROWS]:
+      report.append({"matrix": ", ".join(name.rpartition(".")[2] for name in layer.sources), **choose(copies, x, kept)})
+  kernel_cache.write(tuning.path(), json.dumps(kept, indent=1).encode())
+  check(tuning.prepare_device() == kept, f"{tuning.path()} cannot be written: set CACHEDB to a file in another folder")
+  return report
 
 
 # Code that runs in the user's process, which opens no device
@@ -140,12 +213,12 @@ def read_model(path: pathlib.Path) -> tuple[JsonObject, JsonObject]:
 def main(args: JsonObject) -> int:
   """Run `tinyvllm doctor`. Return the exit code: 0, or 1 if no backend opens. Raises InputError for a bad option."""
   seconds, model = args["seconds"], args.get("model")
-  config.check(0 < seconds <= 60, f"seconds={seconds} must be above 0 and at most 60")
-  models = config.read_json(pathlib.Path(__file__).parent / "shapes.json")
+  check(0 < seconds <= 60, f"seconds={seconds} must be above 0 and at most 60")
+  models = read_json(pathlib.Path(__file__).parent / "shapes.json")
   description: JsonObject = {}
   path = pathlib.Path(model or "").expanduser()
-  config.check(model in models or path.exists() or path.suffix == ".gguf",
-               f"model={model!r} must be a folder, a GGUF file or one of {', '.join(models)}")
+  check(model in models or path.exists() or path.suffix == ".gguf",
+        f"model={model!r} must be a folder, a GGUF file or one of {', '.join(models)}")
   if model and model not in models: models[model], description = read_model(path)
   if args["tune"]:
     name = model or "Llama-3.2-1B"

@@ -1,21 +1,14 @@
-"""Tuned tiles of matrix kernels (kernels/products.choose_tiles): their file in the folder of compiled kernels, and
-matrices for `tinyvllm doctor --tune` to measure."""
-import copy, hashlib, json, pathlib, re
+"""Tuned tiles of matrix kernels (kernels/products.choose_tiles): their file in the folder of compiled kernels, which
+`tinyvllm doctor --tune` writes."""
+import hashlib, json, pathlib, re
 from typing import Any
 
-import numpy as np
-from tinygrad import Device, Tensor, dtypes, nn
+from tinygrad import Device
 
 from tinyvllm.config import logger
 from tinyvllm_extra import kernels, programs
-from tinyvllm_extra.kernels import matmul, products
+from tinyvllm_extra.kernels import products
 from tinyvllm_extra.kernels.tinygrad_patches import cache_folder
-from tinyvllm_extra.models.quantized import NUMBER_FORMATS
-
-from .fit import is_in_layer
-
-COPIES = 2**28   # bytes of a matrix's copies, more than caches hold
-KERNELS = 64     # products in a graph, so that it takes longer than its launch
 
 
 def device_name(opened: Any) -> str:
@@ -44,19 +37,3 @@ def prepare_device() -> dict[str, str]:
   except (OSError, ValueError, TypeError) as error:
     logger.warning(f"{path()} is ignored: {error}; `tinyvllm doctor --tune` measures again")
   return products.choices
-
-
-def copies_of(layer: matmul.FastLinear, quantization: str | None) -> list[matmul.FastLinear]:
-  """Return KERNELS layers, copies of one for tensor cores with zeros as weights. The same copy returns after COPIES
-  bytes of weights or more. quantization: "int8" or "int4" for a matrix in layers, or None."""
-  if quantization and is_in_layer(next(iter(layer.sources))):
-    layer.number_format = NUMBER_FORMATS[np.dtype({"int8": np.int8, "int4": np.uint8}[quantization])]
-    (tiles, parts), bits = layer.weight.max_shape[:2], layer.number_format.bits
-    layer.weight = Tensor.empty(tiles, parts, 8, 4, bits // 2, dtype=dtypes.uint32)
-    names = ("scale", "offset")[:8 // bits]   # int8 has no offset
-    layer.scales = {name: Tensor.empty(tiles, parts, 8, 2, dtype=dtypes.half) for name in names}
-  for x in nn.state.get_parameters(layer): x.replace(x.zeros_like().contiguous().realize())
-  layer.flags = products.new_flags(Device.DEFAULT)
-  copies = [copy.copy(layer) for _ in range(min(KERNELS, 1 + COPIES // layer.weight.nbytes()))]
-  for other in copies: other.weight = layer.weight.clone().realize()
-  return (copies * KERNELS)[:KERNELS]
