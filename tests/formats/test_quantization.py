@@ -94,7 +94,7 @@ def test_bfloat16_scales_equal_dequantized_model():
   q, scale = np.arange(16, dtype=np.int8).reshape(2, 8), np.array([[0x3f80], [0x4020]], np.uint16)   # 1.0, 2.5
   tensors = {"x.weight": q, "x.weight_scale": scale}
   layouts = find_layouts({"quant_method": "compressed-tensors", "bits": 4})
-  source: Any = SimpleNamespace(unread=tensors, layouts=layouts, quantization_config={},
+  source: Any = SimpleNamespace(tensors=tensors, layouts=layouts, quantization_config={},
                                 array=lambda name, *shape: tensors[name].reshape(shape))
   w = read_matrix(source, "x", q.shape)
   np.testing.assert_array_equal(dequantize(w, np.float32), q * np.array([[1.0], [2.5]]))

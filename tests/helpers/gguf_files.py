@@ -148,16 +148,16 @@ def read_matrices(path: Path) -> dict[str, Any]:
   """Return the matrices as a checkpoint reads them, with q, k and v, and gate and up, in one format. Check that all
   tensors have the values that gguf decodes."""
   checkpoint = open_checkpoint(path)
-  checkpoint.unread = checkpoint.stored_tensors()
+  checkpoint.tensors = checkpoint.stored_tensors()
   groups: dict[str, dict[str, tuple[int, ...]]] = {}
-  for name, tensor in checkpoint.unread.items():
+  for name, tensor in checkpoint.tensors.items():
     fused = re.sub("[qkv]_proj|(gate|up)_proj", lambda match: match[1] and "gate_up" or "qkv", name)
     if len(tensor.shape) == 2: groups.setdefault(fused, {})[name.removesuffix(".weight")] = tensor.shape
   expected = decoded(path, checkpoint.all_tensors)
   matrices = {name: w for shapes in groups.values()
               for name, w in zip(shapes, checkpoint.read_matrices(shapes), strict=True)}
   for name, x in [(f"{name}.weight", dequantize(w, np.float32)) for name, w in matrices.items()] + [
-      (name, tensor.read_float32()) for name, tensor in checkpoint.all_tensors.items()]:
+      (name, tensor.read_matrix(None)) for name, tensor in checkpoint.all_tensors.items()]:
     if x.dtype == np.uint16: x = (x.astype(np.uint32) << 16).view(np.float32)   # bfloat16
     np.testing.assert_array_equal(x, expected[name], name)
   return matrices

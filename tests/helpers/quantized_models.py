@@ -112,7 +112,7 @@ def open_model(path: Path, dtype: Any = dtypes.float32, count: int = 1, backend:
   config, model_class = find_model(checkpoint.hf_config, path)
   devices = Devices() if count == 1 else parallel.ShardedDevices(parallel.device_names(count))
   checkpoint.model = model_class(config, dtype, backend or kernels.make_backend(), devices)
-  checkpoint.unread = checkpoint.stored_tensors()
+  checkpoint.tensors = checkpoint.stored_tensors()
   return checkpoint
 
 
@@ -129,7 +129,7 @@ class Matrices(SafetensorsCheckpoint):
     super().__init__(folder)
     devices = SimpleNamespace(names=("CPU",) * count)
     self.model: Any = SimpleNamespace(config=SimpleNamespace(head_dim=16), devices=devices, embed_tokens=None)
-    self.dtype, self.unread = np.float32, self.stored_tensors()
+    self.dtype, self.tensors = np.float32, self.stored_tensors()
     self.layouts = find_layouts(self.quantization_config)
 
   def shards(self, axis: int, sources: dict[str, int], inputs: int) -> list[Any]:

@@ -102,7 +102,7 @@ def checkpoint_bytes(source: "FastCheckpoint", quantization: str | None) -> int:
   dequantized while loading take more."""
   sources = {name for module in source.model.modules() for name in module.sources}
   weights = [Weight(name, len(x.shape), math.prod(x.shape), x.nbytes, x.dtype.kind in "fu")   # u: bfloat16
-             for name, x in source.unread.items() if name.rpartition(".")[0] in sources]
+             for name, x in source.tensors.items() if name.rpartition(".")[0] in sources]
   total = weight_bytes(weights, None if source.method else quantization, source.model.dtype.itemsize)
   return total // len(source.model.devices.names)
 
@@ -110,7 +110,7 @@ def checkpoint_bytes(source: "FastCheckpoint", quantization: str | None) -> int:
 def loading_bytes(source: "FastCheckpoint", quantization: str | None) -> int:
   """Return the memory that loading takes on a CPU. Outside of layers, the largest matrix loads early and is in memory
   three times: mapped, reordered, and as the weight. In layers, quantization takes up to five times a matrix."""
-  layers, others = ([x.nbytes for name, x in source.unread.items() if is_in_layer(name) is in_layers]
+  layers, others = ([x.nbytes for name, x in source.tensors.items() if is_in_layer(name) is in_layers]
                     for in_layers in (True, False))
   return max(checkpoint_bytes(source, quantization) + 5 * max(layers, default=0), 4 * max(others, default=0))
 

@@ -105,14 +105,12 @@ def decode(tensor_type: TensorType, blocks: np.ndarray) -> Quantized:
   return Quantized(q, scale, offset[0] if offset else None, np.arange(q.shape[1]))
 
 
-def common_format(types: Sequence[TensorType]) -> Format | str:
-  """Return the format or dtype for matrices that are fused: their own if all have the same; the most bits and
-  the smallest group if all are quantized, which represent each exactly; else F32."""
-  formats = [tensor_type.quant_format or tensor_type.name for tensor_type in types]
-  quantized = [x for x in formats if isinstance(x, Format)]
-  if len({*formats}) == 1: return formats[0]
-  if len(quantized) < len(formats): return "F32"
-  bits, group_sizes, has_offset = zip(*quantized, strict=True)
+def common_format(types: Sequence[TensorType]) -> Format | None:
+  """Return the format for matrices that are fused, which represents each exactly: the most bits and the smallest group.
+  None if one of them is not quantized: then all are dequantized."""
+  formats = [tensor_type.quant_format for tensor_type in types if tensor_type.quant_format]
+  if len(formats) < len(types): return None
+  bits, group_sizes, has_offset = zip(*formats, strict=True)
   return Format(max(bits), min(group_sizes), any(has_offset))
 
 
@@ -131,9 +129,12 @@ class GGUFTensor(weights.StoredTensor):
     shape = (*self.shape[:-1], self.shape[-1] // self.tensor_type.inputs)
     return self.convert(np.memmap(self.path, self.dtype, "c", self.start, shape))
 
-  def read_quantized(self, target: Format) -> Quantized:
-    """Return the weight in this format, with the exact values."""
-    q, scale, offset, order = decode(self.tensor_type, self.read())
+  def read_matrix(self, target: Format | None) -> Matrix:
+    """Return a matrix with its exact values, in this format or, with None, dequantized."""
+    if not self.tensor_type.quant_format: return self.read()
+    w = decode(self.tensor_type, self.read())
+    if target is None: return quantization.dequantize(w, np.float32)
+    q, scale, offset, order = w
     repeats = q.shape[1] // target.group_size // scale.shape[1]   # a group of 32 becomes two of 16
     scale = narrow(scale).repeat(repeats, 1)
     if offset is not None: offset = narrow(offset).repeat(repeats, 1)
@@ -142,11 +143,6 @@ class GGUFTensor(weights.StoredTensor):
       offset = -8 * scale
     elif target.has_offset: offset = np.zeros_like(scale)
     return Quantized(q.view(np.uint8) if target.bits == 4 else q, scale, offset, order)
-
-  def read_float32(self) -> np.ndarray:
-    """Return the weight, dequantized if necessary."""
-    if not self.tensor_type.quant_format: return quantization.to_float32(self.read())
-    return quantization.dequantize(decode(self.tensor_type, self.read()), np.float32)
 
 
 def read_header(path: pathlib.Path) -> tuple[JsonObject, dict[str, GGUFTensor]]:
@@ -334,8 +330,7 @@ class GGUFCheckpoint(weights.FastCheckpoint[GGUFTensor]):
   def format_of(self, tensor: GGUFTensor) -> str: return f"GGUF {tensor.tensor_type.name}"
 
   def read_matrices(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
-    """Read matrices in their `common_format`."""
+    """Read matrices in their `common_format`. `stack` makes float32 of those with different dtypes."""
     tensors = [self.take(f"{name}.weight", *shape) for name, shape in shapes.items()]
     common = common_format([tensor.tensor_type for tensor in tensors])
-    if isinstance(common, Format): return [tensor.read_quantized(common) for tensor in tensors]
-    return [tensor.read_float32() if common == "F32" else tensor.read() for tensor in tensors]
+    return [tensor.read_matrix(common) for tensor in tensors]

@@ -1,7 +1,7 @@
 """Finds a model on disk, or downloads it from the Hugging Face hub into the hub's cache, and opens it. A path that
 exists is never looked up on the hub."""
-import contextlib, dataclasses, difflib, glob, importlib, os, pathlib, re, shutil, types
-from collections.abc import Collection, Iterator
+import dataclasses, difflib, glob, importlib, os, pathlib, re, shutil, types
+from collections.abc import Collection
 
 from tinygrad.helpers import size_to_str
 
@@ -48,7 +48,7 @@ def local_path(model: str | pathlib.Path, config: LLMConfig = LLMConfig()) -> pa
   name, suffix = match.groups()
   hub = optional("huggingface_hub", "hf", f"model={model!r}")
   importlib.import_module("huggingface_hub.file_download")   # with it the package has errors, constants and utils
-  with explained_errors(hub, f"model={model!r}", f"{hub.constants.ENDPOINT}/{name}", config.revision):
+  try:
     repository = Repository(hub, name, config.revision, config.download_dir)
     files = repository.choose(suffix)
     missing = [file for file in files if not (repository.folder / file).exists()]
@@ -58,6 +58,12 @@ def local_path(model: str | pathlib.Path, config: LLMConfig = LLMConfig()) -> pa
     hub.snapshot_download(name, revision=repository.commit, cache_dir=repository.cache,   # small files, and links
                           allow_patterns=[*map(glob.escape, files)])
     return repository.folder / files[0] if ENDING.search(files[0]) else repository.folder
+  except (hub.errors.HTTPError, hub.errors.RevisionResolutionError, OSError) as e:
+    fields = {"prefix": f"model={model!r}", "url": f"{hub.constants.ENDPOINT}/{name}", "revision": config.revision,
+              "reason": str(e).partition("\n")[0]}
+    texts = [text for name, text in ERRORS.items() if isinstance(e, getattr(hub.errors, name))]
+    if texts: raise InputError(texts[0].format(**fields)) from e
+    raise RuntimeError("{prefix}: the download failed, repeat it to continue: {reason}".format(**fields)) from e
 
 
 def open_checkpoint(path: pathlib.Path, quantization: str | None = None, activations: str = "auto") -> FastCheckpoint:
@@ -107,17 +113,6 @@ def formats_of(files: Collection[str]) -> list[str]:
   """Return "safetensors", and the types of GGUF files, as in NAME:TYPE."""
   types = {re.split("[-./]", ENDING.sub("", file))[-1] for file in files if ENDING.search(file)}
   return [*(["safetensors"] if any(file.endswith(".safetensors") for file in files) else []), *sorted(types)]
-
-
-@contextlib.contextmanager
-def explained_errors(hub: types.ModuleType, prefix: str, url: str, revision: str | None) -> Iterator[None]:
-  """Raise huggingface_hub's errors as InputError or RuntimeError, with a remedy."""
-  try: yield
-  except (hub.errors.HTTPError, hub.errors.RevisionResolutionError, OSError) as e:
-    fields = {"prefix": prefix, "url": url, "revision": revision, "reason": str(e).partition("\n")[0]}
-    texts = [text for name, text in ERRORS.items() if isinstance(e, getattr(hub.errors, name))]
-    if texts: raise InputError(texts[0].format(**fields)) from e
-    raise RuntimeError(f"{prefix}: the download failed, repeat it to continue: {fields['reason']}") from e
 
 
 class Repository:

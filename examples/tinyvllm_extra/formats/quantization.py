@@ -104,7 +104,7 @@ class PackedMatrix:
   def __init__(self, source: "FastCheckpoint", name: str, shape: tuple[int, int], layout: Layout):
     self.source, self.name, self.shape, self.layout = source, name, shape, layout
     weight, scale = f"{name}.{layout.weight}", f"{name}.{layout.scale}"
-    stored = {x: source.unread[x].shape for x in (weight, scale) if x in source.unread}
+    stored = {x: source.tensors[x].shape for x in (weight, scale) if x in source.tensors}
     sizes = {x: size if layout.outputs_first else size[::-1] for x, size in stored.items()}   # (out, in) each
     self.num_groups = (*sizes.get(scale, ())[1:], 1)[0]   # `read` raises if it is missing
     check(shape[1] % self.num_groups == 0, f"{scale}: {self.num_groups} groups do not divide {shape[1]} inputs")
@@ -119,7 +119,7 @@ class PackedMatrix:
       text = f"quantization_config: {field}={value}, but {self.name}.{self.layout.weight} has {actual}"
       check(is_same or "dynamic" in config, text)
 
-  def has(self, suffix: str) -> bool: return f"{self.name}.{suffix}" in self.source.unread
+  def has(self, suffix: str) -> bool: return f"{self.name}.{suffix}" in self.source.tensors
 
   def read(self, suffix: str, *shape: int) -> np.ndarray:
     """Read a tensor and return it with the outputs first, in this shape."""
@@ -147,7 +147,7 @@ class PackedMatrix:
 def read_matrix(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix:
   """Read the matrix `name`, (out, in): Quantized if it is stored in one of the source's layouts. Raises InputError as
   PackedMatrix does."""
-  def has_integers(key: str) -> bool: return key in source.unread and source.unread[key].dtype.kind == "i"
+  def has_integers(key: str) -> bool: return key in source.tensors and source.tensors[key].dtype.kind == "i"
   layout = next((x for x in source.layouts if has_integers(f"{name}.{x.weight}")), None)
   if layout is None: return source.array(f"{name}.weight", *shape)
   stored = PackedMatrix(source, name, shape, layout)
@@ -173,13 +173,13 @@ UNUSED = (".weight_shape", ".input_scale", ".output_scale", ".activation_scale",
 
 def read_any(source: "FastCheckpoint", name: str) -> np.ndarray:
   """Read a tensor in its own shape. Raises InputError if it is missing."""
-  return source.array(name, *(source.unread[name].shape if name in source.unread else ()))
+  return source.array(name, *(source.tensors[name].shape if name in source.tensors else ()))
 
 
 def read_e4m3(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix:
   """Read e4m3 with one scale per matrix, output or block. A block's scale is repeated for its outputs. A smaller last
   block makes smaller groups."""
-  weight, tensors, config = f"{name}.weight", source.unread, source.quantization_config
+  weight, tensors, config = f"{name}.weight", source.tensors, source.quantization_config
   if weight not in tensors or tensors[weight].dtype != E4M3: return read_matrix(source, name, shape)
   key = next((x for x in (f"{weight}_scale_inv", f"{weight}_scale") if x in tensors), f"{weight}_scale")
   scale = np.atleast_1d(to_float32(read_any(source, key)))   # a factor, in spite of the name weight_scale_inv
@@ -197,7 +197,7 @@ def read_e4m3(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Ma
 def read_bitsandbytes(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix:
   """Read nf4 or fp4: indices into a table of 16 values, times the maximum of each block of consecutive weights. With
   double quantization these maxima are indices, too. Like bitsandbytes, round to the dtype of the original weights."""
-  state = next((x for x in source.unread if x.startswith(f"{name}.weight.quant_state.")), None)
+  state = next((x for x in source.tensors if x.startswith(f"{name}.weight.quant_state.")), None)
   if state is None: return read_matrix(source, name, shape)
   def read(suffix): return read_any(source, f"{name}.weight{suffix}").ravel()
   config = json.loads(read_any(source, state).tobytes())
@@ -217,7 +217,7 @@ def read_bitsandbytes(source: "FastCheckpoint", name: str, shape: tuple[int, int
 
 def read_stacked(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix:
   """Read matrices of all experts, (experts, in, out), as one with stacked rows."""
-  stored = source.unread.get(f"{name}.weight")
+  stored = source.tensors.get(f"{name}.weight")
   if stored is None or len(stored.shape) != 3 or ".experts." not in name: return read_matrix(source, name, shape)
   count = stored.shape[0]
   weight = source.array(f"{name}.weight", count, shape[1], shape[0] // count)
@@ -226,7 +226,7 @@ def read_stacked(source: "FastCheckpoint", name: str, shape: tuple[int, int]) ->
 
 def read_mxfp4(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix:
   """Read e2m1 in blocks of 32 along the inputs with a power of two as their scale (OCP Microscaling Formats 1.0)."""
-  stored = source.unread.get(f"{name}.blocks")
+  stored = source.tensors.get(f"{name}.blocks")
   if stored is None: return read_stacked(source, name, shape)
   count, groups = stored.shape[0], shape[1] // 32
   sizes = count, shape[0] // count, groups

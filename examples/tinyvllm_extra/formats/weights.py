@@ -2,7 +2,7 @@
 device if it is narrower than the compute dtype."""
 import collections, dataclasses, errno, math, pathlib, re
 from collections.abc import Iterable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -67,7 +67,8 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights, Generic[T]):
   quantization: str | None           # LLM's option
   quantization_config: JsonObject    # config.json's, or empty
   method: str | None                 # quantization method
-  unread: dict[str, T]               # tensors that no module has read yet, by the names of the model's modules
+  tensors: Any                       # T by the names of the model's modules: tensors that no module has read yet
+  take: Any = llama.Checkpoint.read  # name, *shape -> T: removes and returns a tensor
 
   # Defined by each format. stored_tensors: all tensors of the files by name; raises InputError for an unreadable file
   # or an unsupported dtype. format_of: the format of a matrix in the files, such as "awq int4, groups of 128".
@@ -93,7 +94,7 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights, Generic[T]):
     self.model = model
     self.layouts = find_layouts(self.quantization_config)
     tensors = self.stored_tensors()
-    self.unread = model.arrange(tensors) if isinstance(model, LlamaVariant) else tensors
+    self.tensors = model.arrange(tensors) if isinstance(model, LlamaVariant) else tensors
     self.dtype = np.float32 if model.dtype == dtypes.float32 else np.float16
     # The core's layers
     plain = [type(x).__name__ for x in model.modules() if isinstance(x, Linear | Norm) and type(x).load is Module.load]
@@ -108,13 +109,7 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights, Generic[T]):
       check(isinstance(e, OSError) and e.errno != errno.ENOMEM, f"model: {self.path} does not load, as memory ran out: "
             "free some, use quantization='int4' (--quantization int4) or choose a smaller model")
       raise
-    self.check_unused(self.unread)
-
-  def take(self, name: str, *shape: int) -> T:
-    """Remove and return a tensor. Raises InputError if it is missing or has another shape."""
-    actual = list(self.unread[name].shape) if name in self.unread else "missing"
-    check(actual == [*shape], f"model: {self.path}: tensor {name} is {actual}; its config says {[*shape]}")
-    return self.unread.pop(name)
+    self.check_unused(self.tensors)
 
   def array(self, name: str, *shape: int) -> np.ndarray:
     """Take a tensor as a memory map, bfloat16 as uint16. Add the model's offset to the weight of a norm."""
@@ -126,7 +121,7 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights, Generic[T]):
   def check_unused(self, names: Iterable[str]) -> None:
     """Like the core's, but quantized checkpoints may also hold UNUSED tensors, and zero biases for a model without."""
     def is_redundant(name: str) -> bool:
-      return name.endswith(UNUSED) or name.endswith(".bias") and not self.unread[name].read().any()
+      return name.endswith(UNUSED) or name.endswith(".bias") and not self.tensors[name].read().any()
     if "lm_head.weight" in names and self.model.config.tie_word_embeddings:
       logger.warning(f"{self.path}: lm_head.weight is not used, because config.json has tie_word_embeddings")
     super().check_unused([name for name in names if not (self.method and is_redundant(name))])
