@@ -89,7 +89,7 @@ class CommandParser(argparse.ArgumentParser):
     super().error(self.source + message)
 
 
-def add_flags(command: CommandParser, words: str, argv: list[str], *option_classes: Any, **own: JsonObject) -> None:
+def add_flags(command: CommandParser, words: str, argv: list[str], *classes: type[Options], **own: JsonObject) -> None:
   """Add `words`, such as "[MODEL]", which are all optional, and flags: `--model`, `--config`, the command's own ones,
   one for each field of the option dataclasses, `--log-level`, `--help-all`, and vLLM's without effect. argv: will be
   parsed. own: arguments of add_argument by name."""
@@ -97,14 +97,14 @@ def add_flags(command: CommandParser, words: str, argv: list[str], *option_class
   command.words = re.findall(r"\w+", words.lower())
   command.add_argument("words", nargs="*", help=argparse.SUPPRESS)
   command.add_argument("--help-all", action="help", help="Show rare flags, too, and exit")
-  fields = {field.name: field for x in reversed(option_classes) for field in dataclasses.fields(x)}
+  fields = {field.name: field for x in reversed(classes) for field in dataclasses.fields(x)}
   forms = {name: {"help": help_of(field, words), **parsing_of(field)} for name, field in fields.items()}
   forms |= FLAGS["variables"] | own
   for title, names in FLAGS["groups"].items():
     group = command.add_argument_group(title) if title else command
     for name in [name for name in names if name in forms]:
       command.variables[name] = group.add_argument(*FLAGS["letters"].get(name, ()), flag_of(name), **forms[name])
-  for option_class in option_classes:
+  for option_class in classes:
     group = command.add_argument_group(f"Rare flags of {option_class.__name__}")
     for field in [x for x in dataclasses.fields(option_class) if x.name not in (*command.variables, "n")]:   # n: 1 here
       group.add_argument(flag_of(field.name), help=rare(help_of(field, words)), **parsing_of(field))
@@ -141,7 +141,7 @@ def parse_flags(parser: CommandParser, argv: list[str]) -> JsonObject:
   return args
 
 
-def select_options(args: JsonObject, option_class: Any) -> JsonObject:
+def select_options(args: JsonObject, option_class: type[Options]) -> JsonObject:
   """Return the fields of an option dataclass that the command line sets. LLMConfig: all options of LLM."""
   names = [field.name for field in dataclasses.fields(option_class)]
   if option_class is LLMConfig: names += vllm_options.NO_EFFECT
