@@ -1,19 +1,16 @@
 """Architectures like LLaMA: table.json has a row for each name in config.json's `architectures`, or the name of an
 equal row. A row has defaults of config.json's fields, fields whose values are options of the layers, other options, the
-supported values of fields, parts of tensors' names with the modules' names, and names in FUNCTIONS and CLASSES: of the
-functions that compute further options, of the layers' classes (layer_kinds has each layer's index into them, 0 by
-default) and of the model's."""
-import pathlib
+supported values of fields, parts of tensors' names with the modules' names, names of the functions below that compute
+further options, and paths of classes in this package: the layers' (layer_kinds has each layer's index into them, 0 by
+default) and the model's."""
+import pathlib, pkgutil
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from tinyvllm.config import JsonObject, ModelConfig, check, read_json
 from tinyvllm.llama import Llama
 
-from .experts import MixtureLayer
-from .gpt2 import GPT2, GPT2Layer
-from .layers import LlamaVariant, VariantConfig, VariantLayer
-from .recurrent import DeltaRuleLayer, DeltaRuleMixtureLayer, HybridLayer
+from .layers import VariantConfig
 from .ropes import NO_ROTATION, ROPE_TYPES, read_rope
 
 TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
@@ -48,9 +45,6 @@ def layer_ropes(hf: JsonObject, rotates: Iterable[object]) -> JsonObject:
           "rope_kinds": tuple(map(kinds.index, thetas))}
 
 
-def no_rotation(_: JsonObject) -> JsonObject: return {"ropes": (NO_ROTATION,)}
-
-
 def mistral(hf: JsonObject) -> JsonObject:
   rope = read_rope(hf)   # Ministral 3 scales q by position beyond the original length, which is the limit here
   if "llama_4_scaling_beta" not in rope: return windows(hf)
@@ -66,9 +60,7 @@ def smollm3(hf: JsonObject) -> JsonObject:
   return {**layer_ropes(hf, rotates), **windows(hf, lambda i: not rotates[i])}
 
 
-def granite(hf: JsonObject) -> JsonObject:
-  has_rope = hf.get("position_embedding_type", "rope") == "rope"
-  return {"logits_scale": 1 / hf["logits_scaling"], "ropes": (read_rope(hf) if has_rope else NO_ROTATION,)}
+def granite(hf: JsonObject) -> JsonObject: return {"logits_scale": 1 / hf["logits_scaling"]}
 
 
 def granite_swa(hf: JsonObject) -> JsonObject:
@@ -111,12 +103,9 @@ def qwen3_5(hf: JsonObject) -> JsonObject:
           "heads": (heads, hf["linear_groups"] or keys)}
 
 
-# By their names in table.json
-FUNCTIONS: dict[str, Callable[[JsonObject], JsonObject]] = {x.__name__: x for x in (
-  windows, no_rotation, mistral, qwen2, smollm3, granite, granite_swa, muse_glimmer, two_ropes, gemma2, qwen3_moe,
-  lfm2, qwen3_5)}
-CLASSES: dict[str, Any] = {x.__name__: x for x in (
-  LlamaVariant, GPT2, VariantLayer, MixtureLayer, GPT2Layer, HybridLayer, DeltaRuleLayer, DeltaRuleMixtureLayer)}
+def named(path: str) -> Any:
+  """Return a function or a class of this package. path: as "recurrent.HybridLayer"."""
+  return pkgutil.resolve_name(f"{__package__}.{path}")
 
 
 def find_model(hf: JsonObject, path: pathlib.Path) -> tuple[ModelConfig, type[Llama]]:
@@ -144,8 +133,8 @@ def find_model(hf: JsonObject, path: pathlib.Path) -> tuple[ModelConfig, type[Ll
   values = {"layer_kinds": zeros, "rope_kinds": zeros, "windows": zeros, "activation": ACTIVATIONS[name],
             "ropes": (read_rope(hf),), "renamed": row.get("renamed", {}),
             **row.get("options", {}), **{name: hf[name] for name in fields if name in hf}}
-  for name in row.get("functions", ()): values |= FUNCTIONS[name](hf)
-  classes = [CLASSES[name] for name in row.get("layers", ["VariantLayer"])]
+  for name in row.get("functions", ()): values |= named(f"table.{name}")(hf)
+  classes = [named(path) for path in row.get("layers", ["layers.VariantLayer"])]
   values["layers"] = tuple(classes[kind] for kind in values.pop("layer_kinds"))
   rope = values["ropes"][0]
   if rope["rope_type"] == "yarn":   # which extends the context length
@@ -153,4 +142,4 @@ def find_model(hf: JsonObject, path: pathlib.Path) -> tuple[ModelConfig, type[Ll
     values.setdefault("max_position_embeddings", max(length, core.max_position_embeddings))
   for name in [rope["rope_type"] for rope in values["ropes"]]:
     check(name in ROPE_TYPES, f"{path}: rope_type {name!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-  return VariantConfig(**vars(core) | values), CLASSES[row.get("model", "LlamaVariant")]
+  return VariantConfig(**vars(core) | values), named(row.get("model", "layers.LlamaVariant"))
