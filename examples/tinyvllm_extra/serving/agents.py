@@ -235,8 +235,8 @@ class ResponsesBuilder(BlockBuilder):
   """Writes a response object, or all events up to response.completed."""
   templates = TABLES["responses"]
 
-  def __init__(self, source: ResponsesRequest, chat: ChatCompletionRequest, job: Job):
-    super().__init__(chat, job)
+  def __init__(self, source: ResponsesRequest, job: Job):
+    super().__init__(job)
     self.event_numbers = itertools.count()
     self.echo = TABLES["echo"] | source.model_dump(by_alias=True, exclude_unset=True, include={*TABLES["echo"]})
     self.echo["tools"] = [tool.model_dump(exclude_unset=True) for tool in functions_of(source)]

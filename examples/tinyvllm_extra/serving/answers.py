@@ -2,7 +2,7 @@
 fields, or blocks in the formats of agents.py. A builder writes the answer to one request body. No function here runs a
 request."""
 import collections, dataclasses, itertools, time, uuid
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -29,6 +29,7 @@ def usage_of(prompt: int, generated: int) -> JsonObject:
 @dataclasses.dataclass
 class Job:
   """A generation: the builder of its answer reads it."""
+  body: GenerationRequest
   id: str
   model_name: str
   params: SamplingParams
@@ -42,12 +43,12 @@ class Job:
     cached = sum(request.sequences[0].num_cached or 0 for request in self.requests)
     return {**usage_of(*num_tokens(self.requests)), "prompt_tokens_details": {"cached_tokens": cached}}
 
-  def parsers(self, body: ChatCompletionRequest) -> list[Parser]:
+  def parsers(self) -> list[Parser]:
     """Return the parser of each sample's text. Call it before the requests run."""
-    choice = tool_choice_of(body)
-    functions = tools.callable_functions(tools_of(body), choice)
+    choice = tool_choice_of(self.body)
+    functions = tools.callable_functions(tools_of(self.body), choice)
     end = prompt_end(self.requests[0].sequences[0].tokens, self.tokenizer)
-    parallel = body.parallel_tool_calls is not False
+    parallel = self.body.parallel_tool_calls is not False
     is_forced = tools.requires_call(choice)
     return [Parser(self.output_format, functions, end, is_forced, parallel) for _ in range(self.params.n)]
 
@@ -70,10 +71,10 @@ class ChoicesBuilder:
   kind = ""            # start of the answer's id
   objects = ("", "")   # types of a whole answer and of a chunk
 
-  def __init__(self, body: GenerationRequest, job: Job):
+  def __init__(self, job: Job):
     """Raises InputError if a prompt and the requested output exceed the context, as vLLM does."""
-    self.body = body
     self.job = job
+    self.body = body = job.body
     size = isinstance(body, ChatCompletionRequest) and body.max_completion_tokens or body.max_tokens or 0
     for seq in [request.sequences[0] for request in job.requests]:
       check(seq.num_prompt + size <= seq.max_len or job.params.max_tokens != size,   # --override-generation-config
@@ -194,15 +195,15 @@ class ChatBuilder(ChoicesBuilder):
   kind = "chatcmpl"
   objects = ("chat.completion", "chat.completion.chunk")
 
-  def __init__(self, body: ChatCompletionRequest, job: Job):
-    super().__init__(body, job)
-    self.parsers = job.parsers(body)   # by choice
+  def __init__(self, job: Job):
+    super().__init__(job)
+    self.parsers = job.parsers()   # by choice
     self.num_calls = collections.Counter[int]()   # by choice
-    last = body.messages[-1]
+    last = self.body.messages[-1]
     # The answer continues the last message if the template does not start a new one
-    is_new = body.add_generation_prompt is not False and not body.continue_final_message
+    is_new = self.body.add_generation_prompt is not False and not self.body.continue_final_message
     self.role = "assistant" if is_new else last.get("role", "assistant")
-    self.echoed = chat_template.plain_text(last) if body.echo and last.get("role") == self.role else ""
+    self.echoed = chat_template.plain_text(last) if self.body.echo and last.get("role") == self.role else ""
 
   def response(self) -> JsonObject:
     return {**super().response(), **self.prompt_fields(self.job.requests[0].output())}
@@ -261,14 +262,12 @@ class Block:
   text: str = ""   # text so far; for a call, its arguments
 
 
-def fill(template: JsonObject, values: JsonObject) -> JsonObject:
+def fill(template: object, values: JsonObject) -> Any:
   """Return the template with each value in place of its name, such as "$text". Only "$id" may be a part of a string."""
-  def filled(x: object) -> object:
-    if isinstance(x, list): return [*map(filled, x)]
-    if isinstance(x, dict): return fill(x, values)
-    if not isinstance(x, str): return x
-    return values[x] if x in values else x.replace("$id", values["$id"])
-  return {key: filled(x) for key, x in template.items()}
+  if isinstance(template, list): return [fill(x, values) for x in template]
+  if isinstance(template, dict): return {key: fill(x, values) for key, x in template.items()}
+  if not isinstance(template, str): return template
+  return values[template] if template in values else template.replace("$id", values["$id"])
 
 
 class BlockBuilder:
@@ -276,9 +275,9 @@ class BlockBuilder:
   Subclasses write the whole answer, and the last events. templates: see TABLES of agents.py."""
   templates: JsonObject
 
-  def __init__(self, chat: ChatCompletionRequest, job: Job):
+  def __init__(self, job: Job):
     self.job = job
-    self.parser, = job.parsers(chat)
+    self.parser, = job.parsers()
     self.blocks: list[Block] = []
     self.end: CompletionOutput | None = None   # the last output
 
@@ -321,11 +320,11 @@ class BlockBuilder:
   def write(self, step: str, block: Block, delta: str = "") -> bytes:
     """Return the events of a block: its opening, a delta or its closing."""
     values = {**self.values(block), "$delta": delta, "$block": self.item(block) if step == "closing" else {}}
-    return b"".join(self.event(fill(x, values)) for x in self.templates[block.kind][step])
+    return b"".join(map(self.event, fill(self.templates[block.kind][step], values)))
 
   def first_events(self, output: RequestOutput) -> bytes:
     values = {"$id": self.job.id, "$whole": self.whole()}
-    return b"".join(self.event(fill(x, values)) for x in self.templates["first"])
+    return b"".join(map(self.event, fill(self.templates["first"], values)))
 
   def usage(self) -> JsonObject:
     """Return the numbers of tokens."""

@@ -239,10 +239,10 @@ class Server(uvicorn.Server):
   async def messages(self, body: MessagesRequest) -> fastapi.Response:
     return await self.serving.answer(body.to_chat(), MessagesBuilder)
 
-  async def count_tokens(self, body: MessagesRequest) -> dict[str, int]:
+  def count_tokens(self, body: MessagesRequest) -> dict[str, int]:   # not async: FastAPI calls it in another thread
     serving = self.serving
     serving.check_model(body.model or None)
-    prompt, = await asyncio.to_thread(protocol.encode_prompts, body.to_chat(), serving.engine, serving.trusts_template)
+    prompt, = protocol.encode_prompts(body.to_chat(), serving.engine, serving.trusts_template)
     return {"input_tokens": len(prompt["prompt_token_ids"])}
 
 

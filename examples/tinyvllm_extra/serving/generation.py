@@ -2,7 +2,6 @@
 events. A Builder decides the wire format. `Serving.requests` holds all unfinished requests."""
 import asyncio, collections, contextlib, contextvars, functools, time, uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
-from typing import TypeVar
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
@@ -19,7 +18,6 @@ from .protocol import ChatCompletionRequest, CompletionRequest, DetokenizeReques
 EVENT_STREAM = "text/event-stream"
 # The engine's requests that answer the current HTTP request; set by the access log
 SERVED = contextvars.ContextVar[list[Request]]("SERVED")
-B = TypeVar("B", CompletionRequest, ChatCompletionRequest)
 Builder = BlockBuilder | ChoicesBuilder   # writes an answer in its wire format
 
 
@@ -66,22 +64,20 @@ class Serving:
     return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "tinyvllm", "root": self.names[0],
             "parent": None, "max_model_len": self.engine.max_model_len}
 
-  async def tokenize(self, body: TokenizeRequest) -> JsonObject:
+  def tokenize(self, body: TokenizeRequest) -> JsonObject:   # not async: FastAPI calls it in another thread
     self.check_model(body.model or None)
     engine = self.engine
     chat = body.messages is not None
     check((body.prompt is None) == chat, "prompt: set either prompt or messages")
-    def encode() -> list[int]:
-      text = protocol.chat_text(body, engine.tokenizer, self.trusts_template) if chat else body.prompt
-      return engine.tokenizer.encode(text, body.add_special_tokens or body.add_special_tokens is None and not chat)
-    ids = await asyncio.to_thread(encode)
+    text = protocol.chat_text(body, engine.tokenizer, self.trusts_template) if chat else body.prompt
+    ids = engine.tokenizer.encode(text, body.add_special_tokens or body.add_special_tokens is None and not chat)
     return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids,
             "token_strs": engine.tokenizer.pieces(ids) if body.return_token_strs else None}
 
-  async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
+  def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
     self.check_model(body.model or None)
     check_ids(self.engine.model_config.vocab_size, tokens=body.tokens)
-    return {"prompt": await asyncio.to_thread(self.engine.tokenizer.decode, body.tokens, False)}
+    return {"prompt": self.engine.tokenizer.decode(body.tokens, False)}
 
   async def generate(self, body: CompletionRequest) -> Response: return await self.answer(body, GenerateBuilder)
   async def completions(self, body: CompletionRequest) -> Response: return await self.answer(body, CompletionBuilder)
@@ -89,14 +85,14 @@ class Serving:
 
   # Generation
 
-  async def answer(self, body: B, builder_class: Callable[[B, Job], Builder]) -> Response:
+  async def answer(self, body: GenerationRequest, builder_class: Callable[[Job], Builder]) -> Response:
     """Run the requests of a body. Return the builder's response, or a stream of its events."""
     self.check_model(body.model or None)
     job_id = uuid.uuid4().hex
     params, requests = await asyncio.to_thread(self.prepare, body, job_id)
     self.check_queue(len(requests), params.n)   # again: other requests may have arrived in the meantime
-    job = Job(job_id, self.names[0], params, self.engine.tokenizer, self.output_format, requests)
-    builder = builder_class(body, job)
+    job = Job(body, job_id, self.names[0], params, self.engine.tokenizer, self.output_format, requests)
+    builder = builder_class(job)
     steps = self.steps(requests)
     outputs = await anext(steps)   # the requests are now in the queue
     if body.stream: return StreamingResponse(self.events(builder, outputs, steps, requests), media_type=EVENT_STREAM)

@@ -167,15 +167,14 @@ class AnthropicErrorResponse(ErrorResponse): type: Literal["error"]
 
 
 GenerationRequest = CompletionRequest | ChatCompletionRequest
-Conversation = ChatCompletionRequest | TokenizeRequest
 
 
-def tools_of(body: Conversation) -> list[JsonObject]:
+def tools_of(body: Body) -> list[JsonObject]:
   """Return the tools that the chat template shows. The answer may call only some of them: see callable_functions."""
   return [] if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or []]
 
 
-def tool_choice_of(body: Conversation) -> tools.Choice:
+def tool_choice_of(body: Body) -> tools.Choice:
   return body.tool_choice.model_dump(exclude_none=True) if isinstance(body.tool_choice, Body) else body.tool_choice
 
 
@@ -218,11 +217,9 @@ def sampling_params(body: GenerationRequest, defaults: JsonObject, escapes: Json
 def structured_outputs(body: GenerationRequest) -> JsonObject | None:
   """Return the constraint that structured_outputs, response_format or tool_choice asks for."""
   form = format_constraint(body.response_format)
-  constraints = {"structured_outputs": body.structured_outputs, "response_format": form}
-  if isinstance(body, ChatCompletionRequest):
-    choice = tool_choice_of(body)
-    schema = tools.calls_schema(tools_of(body), choice, body.parallel_tool_calls is not False)
-    constraints["tool_choice"] = {"json": schema} if schema else None
+  schema = tools.calls_schema(tools_of(body), tool_choice_of(body), body.parallel_tool_calls is not False)
+  constraints = {"structured_outputs": body.structured_outputs, "response_format": form,
+                 "tool_choice": {"json": schema} if schema else None}
   names = [name for name, constraint in constraints.items() if constraint is not None]
   check(len(names) < 2, f"{' and '.join(names)} conflict: remove one")
   return constraints[names[0]] if names else None
@@ -285,7 +282,7 @@ def with_salt(body: Body, prompt: Prompt) -> JsonObject:
   return {**({"prompt": prompt} if isinstance(prompt, str) else prompt), **salt}
 
 
-def chat_text(body: Conversation, tokenizer: huggingface.ChatTokenizer, trusts_template: bool) -> str:
+def chat_text(body: Body, tokenizer: huggingface.ChatTokenizer, trusts_template: bool) -> str:
   """Return a chat, formatted with the model's chat template, or with the body's if that is trusted."""
   check(body.messages, "messages=[] must not be empty")
   shown = tools_of(body)
