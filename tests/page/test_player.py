@@ -1,15 +1,19 @@
 """The page that plays a trace, in headless Chromium: each step equals the engine's, with the keyboard alone."""
 import json
 import re
+import signal
+import urllib.error
+import urllib.request
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from helpers.commands import error_line, flags, run_command
+from helpers.commands import error_line, flags, run_command, start_process
 from helpers.engines import BS, ENGINE, greedy, prompt, tokens
 from helpers.servers import Server, wait_until
 from playwright.sync_api import expect
 
 from tinyvllm import LLM
+from tinyvllm_extra.trace import player
 
 
 @pytest.fixture
@@ -67,6 +71,16 @@ def test_page_shows_each_step_and_scrubs_ten_thousand(recorded, browser, tmp_pat
   assert not {*faults} - {page.as_uri(), "data:,"}
   tab.close()
   assert "'nowhere' cannot be read: No such file" in error_line(run_command("trace", "show", "nowhere"))
+
+
+def test_command_serves_the_page_at_an_address_with_a_secret(recorded):
+  run = start_process("trace", "show", recorded[0], BROWSER="true")   # a browser that does nothing
+  url = run.stdout.readline().strip()
+  with urllib.request.urlopen(url) as answer: assert answer.read().decode() == player.page(str(recorded[0]))
+  for other in ("", "favicon.ico", url[:-1].rpartition("/")[2]):
+    with pytest.raises(urllib.error.HTTPError, match="404"): urllib.request.urlopen(f"{url.rpartition('/')[0]}/{other}")
+  run.send_signal(signal.SIGINT)
+  assert run.communicate()[0] == "" and run.returncode == 130 and len(url.rpartition("/")[2]) > 40
 
 
 def test_debug_follows_a_running_server(folder, browser, tmp_path):

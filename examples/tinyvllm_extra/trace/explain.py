@@ -12,10 +12,9 @@ SHOWN = 10   # entries of a column
 
 def columns(step: Step) -> Iterator[str]:
   """Yield a line for each column of a step's array, see TOKENS and LOGITS, without padding."""
-  tables = (("token", TOKENS, step.key.num_tokens, sum(map(len, step.computed.values()))),
-            ("row of logits", LOGITS, step.key.num_rows, len(step.rows)))
   words = step.words
-  for title, table, size, used in tables:
+  for title, table, size, used in (("token", TOKENS, step.key.num_tokens, sum(map(len, step.computed.values()))),
+                                   ("row of logits", LOGITS, step.key.num_rows, len(step.rows))):
     yield f"  a column for each {title}: {used}, padded to {size}"
     for i, (name, dtype) in enumerate(table.formats.items()):
       entries = words[i * size:(i + 1) * size].view(dtype)[:used]   # their texts have as many digits as float32

@@ -117,8 +117,7 @@ class Tracer:
       num_kept = len(os.path.commonprefix([before, now]))   # compares any lists
       num_used = num_kept if before else computed.get(seq, range(0)).start // self.size
       changes.append({"id": seq, "freed": before[num_kept:], "shared": now[num_kept:num_used], "new": now[num_used:]})
-      self.tables[seq] = [*now]
-    self.tables = {seq: table for seq, table in self.tables.items() if table}
+    self.tables = {seq: [*table] for seq, table in tables.items() if table}
     return changes
 
   def trace_update(self, results: Results) -> None:

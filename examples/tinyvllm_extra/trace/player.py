@@ -1,7 +1,8 @@
-"""A page that plays a trace, `tinyvllm trace show`, which writes and opens it, and a server's routes with the page of
-its own trace. player.html also opens traces by itself."""
-import pathlib, tempfile, typing, webbrowser
+"""A page that plays a trace, `tinyvllm trace show`, which serves it, and a server's routes with the page of its own
+trace. player.html also opens traces by itself."""
+import pathlib, secrets, typing, webbrowser
 from collections.abc import Callable
+from wsgiref.simple_server import make_server
 
 from tinyvllm.config import InputError, JsonObject
 
@@ -13,8 +14,8 @@ def page(path: str) -> str:
   try: *lines, _ = pathlib.Path(path).expanduser().read_text(errors="replace").split("\n")
   except OSError as error: raise InputError(f"trace: {path!r} cannot be read: {error.strerror}") from error
   if not lines or '"tinyvllm trace"' not in lines[0]: raise InputError(f"trace: {path!r} was not written with --trace")
-  data = ",\n".join(lines).replace("<", "\\u003c")   # no line may end the script
-  return PAGE.read_text("utf-8").replace(">[]<", f">[{data}]<")
+  # No line may end the script
+  return PAGE.read_text("utf-8").replace(">[]<", ">[" + ",\n".join(lines).replace("<", "\\u003c") + "]<")
 
 
 def routes(path: str) -> dict[str, Callable[..., object]]:
@@ -30,11 +31,24 @@ def routes(path: str) -> dict[str, Callable[..., object]]:
   return {"/debug": show, "/debug/steps": read}
 
 
+def serve(text: str) -> None:
+  """Serve the page on a loopback port until Ctrl+C, and open the browser. Its address has a secret, as the port is open
+  to all users of the machine."""
+  path = f"/{secrets.token_urlsafe()}"
+  def answer(environ: JsonObject, start: Callable[..., object]) -> list[bytes]:
+    is_known = environ["PATH_INFO"] == path
+    start("200 OK" if is_known else "404 Not Found", [("Content-Type", "text/html; charset=utf-8")])
+    return [text.encode()] * is_known
+  with make_server("127.0.0.1", 0, answer) as server:
+    print(url := f"http://127.0.0.1:{server.server_port}{path}", flush=True)
+    webbrowser.open(url)
+    server.serve_forever()
+
+
 def main(args: JsonObject) -> None:
-  """Print the page's path. The browser opens the page unless `output` is set."""
-  text = page(args["file"])
-  path = pathlib.Path(args["output"] or tempfile.mkstemp(".html", "trace-")[1]).absolute()
-  try: path.write_text(text, "utf-8")
+  """Write the page to `output` and print its path, or serve it."""
+  if not args["output"]: return serve(page(args["file"]))
+  path = pathlib.Path(args["output"]).absolute()
+  try: path.write_text(page(args["file"]), "utf-8")
   except OSError as error: raise InputError(f"output={str(path)!r} cannot be written: {error.strerror}") from error
   print(path)
-  if not args["output"]: webbrowser.open(path.as_uri())
