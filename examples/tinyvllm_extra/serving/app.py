@@ -130,7 +130,6 @@ class Server(uvicorn.Server):
   """A uvicorn server that listens at once, loads the model in a thread, and runs until a signal arrives. more: further
   routes of GET requests. Raises InputError for TLS files that it cannot use."""
   def __init__(self, model: str | None, engine_options: JsonObject, options: ServerConfig, more: Routes | None = None):
-    self.more_routes = more or {}
     self.error: Exception | None = None   # raised while loading the model
     self.code = 0   # exit code
     self.options = options
@@ -138,7 +137,7 @@ class Server(uvicorn.Server):
                                          options.prefix_cache_file, **engine_options)
     self.serving = PoolingServing(options.served_model_name or [hub.served_name(model)], options)
     protocol.unknown_fields.strict = options.strict_fields
-    app: ASGIApp = Gate(self.routes(), options, self.not_ready)
+    app: ASGIApp = Gate(self.routes(more or {}), options, self.not_ready)
     if options.allowed_origins:
       app = cors.CORSMiddleware(app, parse_origins(options.allowed_origins), allow_methods=["*"], allow_headers=["*"])
     super().__init__(uvicorn.Config(AccessLog(app, options), options.host, options.port, options.uds, log_config=None,
@@ -149,7 +148,7 @@ class Server(uvicorn.Server):
       names = ", ".join(f"{name}={value!r}" for name, value in options.tls.items() if value)
       raise InputError(f"{names}: {error}") from error
 
-  def routes(self) -> fastapi.FastAPI:
+  def routes(self, more: Routes) -> fastapi.FastAPI:
     # OpenAPI's responses by status
     openai: dict[int | str, JsonObject] = dict.fromkeys(["4XX", "5XX"], {"model": protocol.ErrorResponse})
     anthropic: dict[int | str, JsonObject] = dict.fromkeys(["4XX", "5XX"], {"model": protocol.AnthropicErrorResponse})
@@ -169,7 +168,7 @@ class Server(uvicorn.Server):
       app.router.add_api_route(path, route, methods=["POST"], responses=events, route_class_override=BodyRoute)
     app.get("/", response_class=HTMLResponse)(chat_page.chat_page)
     app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
-    for path, route in (reads | self.more_routes).items(): app.get(path)(route)
+    for path, route in (reads | more).items(): app.get(path)(route)
     app.head("/health", include_in_schema=False)(self.health)
     for path, route in (posts | aliases).items(): app.post(path, include_in_schema=path in posts)(route)
     app.post("/v1/messages", responses=anthropic | events)(self.messages)

@@ -5,7 +5,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from tinyvllm import SamplingParams
 from tinyvllm.config import JsonObject, check, check_ids
 from tinyvllm_extra.llm import LLM
 from tinyvllm_extra.text.parsers import OutputFormat, find_format
@@ -88,28 +87,28 @@ class Serving:
   async def answer(self, body: GenerationRequest, builder_class: Callable[[Job], Builder]) -> Response:
     """Run the requests of a body. Return the builder's response, or a stream of its events."""
     self.check_model(body.model or None)
-    job_id = uuid.uuid4().hex
-    params, requests = await asyncio.to_thread(self.prepare, body, job_id)
-    self.check_queue(len(requests), params.n)   # again: other requests may have arrived in the meantime
-    job = Job(body, job_id, self.names[0], params, self.engine.tokenizer, self.output_format, requests)
+    job = await asyncio.to_thread(self.prepare, body)
+    self.check_queue(len(job.requests), job.params.n)   # again: other requests may have arrived in the meantime
     builder = builder_class(job)
-    steps = self.steps(requests)
+    steps = self.steps(job.requests)
     outputs = await anext(steps)   # the requests are now in the queue
-    if body.stream: return StreamingResponse(self.events(builder, outputs, steps, requests), media_type=EVENT_STREAM)
+    if body.stream: return StreamingResponse(self.events(builder, outputs, steps), media_type=EVENT_STREAM)
     async for _ in steps: pass
-    has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None   # decoding their tokens is slow
+    # Decoding the tokens of log probabilities is slow
+    has_logprobs = job.params.logprobs is not None or job.params.prompt_logprobs is not None
     return JSONResponse(await asyncio.to_thread(builder.response) if has_logprobs else builder.response())
 
-  def prepare(self, body: GenerationRequest, job_id: str) -> tuple[SamplingParams, list[Request]]:
-    """Return a body's parameters and requests. May take long: call it in another thread."""
+  def prepare(self, body: GenerationRequest) -> Job:
+    """Return the job of a body. May take long: call it in another thread."""
     prompts = protocol.encode_prompts(body, self.engine, self.trusts_template)
     ids = prompts[0].get("prompt_token_ids", [])
     escapes = protocol.escapes_of(body, ids, self.output_format, self.engine.tokenizer)
     defaults = self.chat_defaults if isinstance(body, ChatCompletionRequest) else self.engine.sampling_defaults
     params = protocol.sampling_params(body, defaults, escapes)
     self.check_queue(len(prompts), params.n)
-    return params, [self.engine.make_request(f"{job_id}-{i}", x, params, body.priority or 0)
-                    for i, x in enumerate(prompts)]
+    name = uuid.uuid4().hex
+    requests = [self.engine.make_request(f"{name}-{i}", x, params, body.priority or 0) for i, x in enumerate(prompts)]
+    return Job(body, name, self.names[0], params, self.engine.tokenizer, self.output_format, requests)
 
   def check_model(self, name: str | None) -> None:
     if name not in (None, *self.names): raise errors.Refusal(404, f"The model `{name}` does not exist.", "model")
@@ -146,10 +145,10 @@ class Serving:
     for request in requests: self.loaded.abort(request.request_id)
 
   async def events(self, builder: Builder, outputs: list[IndexedOutput],
-                   steps: AsyncGenerator[list[IndexedOutput], None], requests: list[Request]) -> AsyncIterator[bytes]:
+                   steps: AsyncGenerator[list[IndexedOutput], None]) -> AsyncIterator[bytes]:
     """Yield server-sent events. A step's events are yielded together: writing to the socket is their main cost."""
     pending = [builder.first_events(outputs[0][1])]
-    unfinished = {(i, sample) for i, request in enumerate(requests) for sample in range(len(request.sequences))}
+    unfinished = {(i, sample) for i in range(len(builder.job.requests)) for sample in range(builder.job.params.n)}
     try:
       while outputs:
         for i, output in outputs:

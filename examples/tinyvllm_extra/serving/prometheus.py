@@ -9,9 +9,12 @@ from tinyvllm.config import JsonObject, logger, read_json
 from tinyvllm.engine import Request
 
 LOG_INTERVAL = 10   # seconds between log lines
-# Help texts of metrics, by name in each kind. times: also the events of a finished request, names of RequestMetrics'
-# fields, between which the seconds are observed. sizes: also an attribute of its first Sequence
+# Help texts of metrics, by name in each kind. FAMILIES: the kinds that are built at each scrape. times: also the events
+# of a finished request, names of RequestMetrics' fields, between which the seconds are observed. sizes: also an
+# attribute of its first Sequence
 TEXTS = read_json(pathlib.Path(__file__).with_suffix(".json"))
+FAMILIES = {"counters": core.CounterMetricFamily, "gauges": core.GaugeMetricFamily,
+            "histograms": core.HistogramMetricFamily}
 ACCEPTED = "spec_decode_num_accepted_tokens_per_pos"
 SECONDS = [*(digit * 10.0**power for power in range(-3, 4) for digit in (1, 2.5, 5)), math.inf]   # buckets
 TOKENS = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
@@ -36,27 +39,22 @@ class Metrics(registry.Collector):
   def collect(self) -> Iterator[core.Metric]:
     """Yield the engine's metric families. prometheus_client calls this at each scrape."""
     metrics = self.engine_metrics()
-
-    # values: by the values of the labels
-    def family(metric_class: type, name: str, text: str, values: dict[tuple, float], *labels: str) -> core.Metric:
-      metric = metric_class(f"tinyvllm:{name}", text, labels=["model_name", *labels])
-      for label_values, value in values.items(): metric.add_metric([self.model_name, *map(str, label_values)], value)
-      return metric
-    for kind, metric_class in (("counters", core.CounterMetricFamily), ("gauges", core.GaugeMetricFamily)):
-      for name, text in TEXTS[kind].items(): yield family(metric_class, name, text, {(): metrics.get(name, 0)})
-    accepted = {(position,): count for position, count in enumerate(metrics.get(ACCEPTED, []))}
-    texts = TEXTS["others"]
-    yield family(core.CounterMetricFamily, ACCEPTED, texts[ACCEPTED], accepted, "position")
     config = metrics.get("cache_config", {})
-    infos = {(*config.values(),): 1.0} if config else {}
-    yield family(core.GaugeMetricFamily, "cache_config_info", texts["cache_config_info"], infos, *config)
-    steps = metrics.get("step_sizes", {math.inf: 0})
-    for name, counts, total in (("iteration_tokens_total", steps, metrics["step_tokens"]),
-                                ("inter_token_latency_seconds", self.intervals, self.interval_seconds)):
-      histogram = core.HistogramMetricFamily(f"tinyvllm:{name}", texts[name], labels=["model_name"])
+    labels = {ACCEPTED: ["position"], "cache_config_info": [*config]}
+    # By name: values of these labels, and the other arguments of add_metric
+    rows: dict[str, list] = {name: [([], metrics.get(name, 0))] for kind in FAMILIES for name in TEXTS[kind]}
+    rows[ACCEPTED] = [([str(position)], count) for position, count in enumerate(metrics.get(ACCEPTED, []))]
+    rows["cache_config_info"] = [(map(str, config.values()), 1.0)] if config else []
+    for name, counts, total in (
+      ("iteration_tokens_total", metrics.get("step_sizes", {math.inf: 0}), metrics["step_tokens"]),
+      ("inter_token_latency_seconds", self.intervals, self.interval_seconds)):
       buckets = zip(map(utils.floatToGoString, counts), itertools.accumulate(counts.values()), strict=True)
-      histogram.add_metric([self.model_name], [*buckets], total)
-      yield histogram
+      rows[name] = [([], [*buckets], total)]
+    for kind, metric_class in FAMILIES.items():
+      for name, text in TEXTS[kind].items():
+        metric = metric_class(f"tinyvllm:{name}", text, labels=["model_name", *labels.get(name, [])])
+        for values, *arguments in rows[name]: metric.add_metric([self.model_name, *values], *arguments)
+        yield metric
 
   def observe_tokens(self, request: Request) -> None:
     """Observe the time per token since the last call for this request."""
