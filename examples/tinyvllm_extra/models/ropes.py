@@ -52,7 +52,6 @@ ROPE_TYPES = (*SUPPORTED["rope_type"], *SCALINGS)
 
 def read_rope(hf: JsonObject) -> JsonObject:
   """Return config.json's parameters of RoPE as transformers 5 writes them, with all that its type needs."""
-  if hf.get("position_embedding_type", "rope") != "rope": return NO_ROTATION
   rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
   length = hf.get("original_max_position_embeddings") or hf.get("max_position_embeddings")   # Phi-3 has the former
   rope_type = rope.get("rope_type") or rope.get("type") or "default"

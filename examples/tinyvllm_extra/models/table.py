@@ -45,6 +45,9 @@ def layer_ropes(hf: JsonObject, rotates: Iterable[object]) -> JsonObject:
           "rope_kinds": tuple(map(kinds.index, thetas))}
 
 
+def no_rotation(_: JsonObject) -> JsonObject: return {"ropes": (NO_ROTATION,)}
+
+
 def mistral(hf: JsonObject) -> JsonObject:
   rope = read_rope(hf)   # Ministral 3 scales q by position beyond the original length, which is the limit here
   if "llama_4_scaling_beta" not in rope: return windows(hf)
@@ -60,7 +63,9 @@ def smollm3(hf: JsonObject) -> JsonObject:
   return {**layer_ropes(hf, rotates), **windows(hf, lambda i: not rotates[i])}
 
 
-def granite(hf: JsonObject) -> JsonObject: return {"logits_scale": 1 / hf["logits_scaling"]}
+def granite(hf: JsonObject) -> JsonObject:
+  has_rope = hf.get("position_embedding_type", "rope") == "rope"
+  return {"logits_scale": 1 / hf["logits_scaling"], "ropes": (read_rope(hf) if has_rope else NO_ROTATION,)}
 
 
 def granite_swa(hf: JsonObject) -> JsonObject:
