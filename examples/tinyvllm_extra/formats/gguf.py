@@ -16,15 +16,12 @@ from . import quantization, weights
 from .gguf_tokenizer import make_tokenizer
 
 # Names in GGUF files and in Hugging Face's. keys: a metadata key without the architecture's prefix -> a field of
-# config.json. names: a component of a tensor's name -> Hugging Face's; own_names: of an architecture. windowed: of
-# files with a sliding window. permuted: the two rows that RoPE rotates are adjacent in the file. missing: tensors that
-# an architecture, or some of its layers, lack. layer_types: keys of a value for each layer, 0 or not. fixed: fields of
-# config.json. partial: a part of a head may rotate. end_tokens: they end a turn in files without
-# tokenizer.ggml.eot_token_id, as in llama.cpp (src/llama-vocab.cpp)
+# config.json. floats: those fields that are not integers. names: a component of a tensor's name -> Hugging Face's;
+# own_names: of an architecture. windowed: of files with a sliding window. permuted: the two rows that RoPE rotates are
+# adjacent in the file. missing: tensors that an architecture, or some of its layers, lack. layer_types: keys of a value
+# for each layer, 0 or not. fixed: fields of config.json. partial: a part of a head may rotate. end_tokens: they end a
+# turn in files without tokenizer.ggml.eot_token_id, as in llama.cpp (src/llama-vocab.cpp)
 TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
-KEYS = TABLES["keys"]
-ARCHITECTURES = TABLES["architectures"]
-FLOATS = {x for x in KEYS.values() if x.endswith(("_eps", "theta", "freq", "multiplier", "scaling", "softcapping"))}
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")   # in every part of a split model
 
@@ -213,17 +210,18 @@ def locate_tensor(path: pathlib.Path, data_start: int, file_size: int, name: str
 def read_config(path: pathlib.Path, metadata: JsonObject, tensors: dict[str, GGUFTensor]) -> JsonObject:
   """Return the content of an equivalent config.json. Raises InputError for an unsupported file."""
   arch = str(metadata.get("general.architecture"))
-  check(arch in ARCHITECTURES, f"model: {path} has architecture {arch}; supported: {', '.join(ARCHITECTURES)}: use "
+  architectures = TABLES["architectures"]
+  check(arch in architectures, f"model: {path} has architecture {arch}; supported: {', '.join(architectures)}: use "
         "safetensors if config.json has a supported architecture, or choose another model")
   is_causal = metadata.get(f"{arch}.attention.causal", True)
   check(is_causal, f"model: {path}: {arch}.attention.causal=False: choose a model that generates text")
-  config = {name: metadata[f"{arch}.{key}"] for key, name in KEYS.items() if metadata.get(f"{arch}.{key}")}
+  config = {name: metadata[f"{arch}.{key}"] for key, name in TABLES["keys"].items() if metadata.get(f"{arch}.{key}")}
   heads = config.get("num_key_value_heads")   # a list has a value per layer, 0 for a convolution
   if arch in ("lfm2", "granite") and isinstance(heads, list): config["num_key_value_heads"] = max(heads)
   required = TABLES["required"] + TABLES["own_required"].get(arch, [])
-  for key in required: check(KEYS[key] in config, f"model: {path} lacks {arch}.{key}")
+  for key in required: check(TABLES["keys"][key] in config, f"model: {path} lacks {arch}.{key}")
   for name, value in config.items():
-    value_type = float if name in FLOATS else int
+    value_type = float if name in TABLES["floats"] else int
     text = f"model: {path}: {name}={str(value)[:40]}"
     check(type(value) is value_type and value > 0, f"{text} must be of type {value_type.__name__} and above 0")
     if value_type is float: config[name] = float(str(np.float32(value)))   # 1e-5, not its nearest float32
@@ -244,7 +242,7 @@ def read_config(path: pathlib.Path, metadata: JsonObject, tensors: dict[str, GGU
   tokens = metadata.get("tokenizer.ggml.tokens", ())
   if end_tokens[1] is None: end_tokens += [i for i, token in enumerate(tokens) if token in TABLES["end_tokens"]]
   return config | {
-    "architectures": [ARCHITECTURES[arch]], "model_type": arch, "hidden_act": "silu",
+    "architectures": [architectures[arch]], "model_type": arch, "hidden_act": "silu",
     "dtype": {"F16": "float16", "BF16": "bfloat16"}.get(tensors["token_embd.weight"].tensor_type.name),
     "vocab_size": tensors["token_embd.weight"].shape[0], "tie_word_embeddings": "output.weight" not in tensors,
     "attention_bias": "blk.0.attn_output.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors,
@@ -322,8 +320,8 @@ class GGUFCheckpoint(weights.FastCheckpoint[GGUFTensor]):
     self.metadata, tensors = read_parts(path)
     self.hf_config = read_config(path, self.metadata, tensors)
     self.all_tensors = rename(path, self.hf_config, tensors)
-    self.quantization_config = {}
-    self.method = "gguf" if any(x.tensor_type.quant_format for x in self.all_tensors.values()) else None
+
+  method = property(lambda self: "gguf" if any(x.tensor_type.quant_format for x in self.all_tensors.values()) else None)
 
   def tokenizer(self) -> ChatTokenizer: return make_tokenizer(self.path, self.metadata, self.hf_config["vocab_size"])
   def stored_tensors(self) -> dict[str, GGUFTensor]: return {**self.all_tensors}

@@ -11,7 +11,7 @@ from tinygrad.dtype import DType
 
 from tinyvllm import llama
 from tinyvllm.backend import Linear, Module, Norm, renderer
-from tinyvllm.config import JsonObject, check, logger, read_json
+from tinyvllm.config import check, logger, read_json
 from tinyvllm_extra.kernels import buffers
 from tinyvllm_extra.models.quantized import E4M3, Matrix, Quantized, is_small_float
 from tinyvllm_extra.models.stored_weights import StoredWeights
@@ -65,8 +65,8 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights, Generic[T]):
   """A checkpoint whose weights are split for several devices and quantized while they load. A module's `load` gets them
   in these steps: read (defined by each format), order, pad, split, quantize, and place on the devices."""
   quantization: str | None           # LLM's option
-  quantization_config: JsonObject    # config.json's, or empty
-  method: str | None                 # quantization method
+  quantization_config = property(lambda self: self.hf_config.get("quantization_config") or {})
+  method = property(lambda self: self.quantization_config.get("quant_method"))
   tensors: Any                       # T by the names of the model's modules: tensors that no module has read yet
   take: Any = llama.Checkpoint.read  # name, *shape -> T: removes and returns a tensor
 
@@ -213,8 +213,6 @@ class SafetensorsCheckpoint(FastCheckpoint[StoredTensor]):
   def __init__(self, path: pathlib.Path, quantization: str | None = None):
     super().__init__(path)
     self.hf_config = architecture.text_config(self.hf_config)
-    self.quantization_config = self.hf_config.get("quantization_config") or {}
-    self.method = self.quantization_config.get("quant_method")
     self.quantization = quantization
 
   def tokenizer(self) -> ChatTokenizer: return load_tokenizer(self.path)

@@ -50,12 +50,10 @@ class PoolingServing(Serving):
     params = PoolingParams(dimensions=body.dimensions, normalize=body.normalize is not False)
     outputs = await self.run(body, [({"prompt_token_ids": x} if isinstance(x, list) else x, params) for x in texts])
 
-    def encoded(x: np.ndarray) -> object:
-      return base64.b64encode(x.astype("<f4").tobytes()).decode() if body.encoding_format == "base64" else x
-
     def response() -> Response:
-      rows = enumerate(map(embedding_of, outputs))
-      data = [{"object": "embedding", "index": i, "embedding": encoded(x)} for i, x in rows]
+      rows: list[object] = [embedding_of(x) for x in outputs]
+      if body.encoding_format == "base64": rows = [base64.b64encode(np.asarray(x, "<f4").data).decode() for x in rows]
+      data = [{"object": "embedding", "index": i, "embedding": x} for i, x in enumerate(rows)]
       content = {**self.head("embd", outputs), "object": "list", "data": data}
       return Response(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
     return await asyncio.to_thread(response)
