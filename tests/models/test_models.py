@@ -150,6 +150,13 @@ def config_of(name, remove=(), **fields):
   return options, np.stack([scaled_rope_table(config, rope, 64).numpy() for rope in config.ropes])
 
 
+def test_position_embedding_type_counts_only_for_granite():
+  """As transformers 5.24, whose other models ignore the field."""
+  for name, counts in (("qwen3", False), ("granite4", True)):
+    tables, others = config_of(name)[1], config_of(name, position_embedding_type="learned")[1]
+    assert np.array_equal(tables, others) != counts
+
+
 def test_muse_glimmer_reads_from_layer_rope_theta_only_which_layers_rotate():
   """As transformers 5.24: values other than 0 do not count."""
   thetas = text_config(read("muse_glimmer")["config"])["layer_rope_theta"]
