@@ -9,7 +9,6 @@ import pytest
 import yaml
 from helpers.commands import ROOT, flags, run_process
 from helpers.servers import LocalServer
-from prometheus_client.parser import text_string_to_metric_families
 
 DEPLOY, KEY = ROOT / "examples/deploy", "sk-examples"
 
@@ -24,8 +23,7 @@ def server():
 def samples(server):
   """The labels of each metrics sample after a request, by the sample's name."""
   server.client(api_key=KEY).completions.create(model="tinyvllm", prompt="The cat", max_tokens=3, temperature=0)
-  families = text_string_to_metric_families(server.get("/metrics").raise_for_status().text)
-  return {sample.name: set(sample.labels) for family in families for sample in family.samples}
+  return {sample.name: set(sample.labels) for sample in server.samples()}
 
 
 def check_query(query, samples, text=""):

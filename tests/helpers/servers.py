@@ -94,14 +94,17 @@ class Client(contextlib.AbstractContextManager):
     with self.http() as http, http.stream("POST", path, json={**body, "stream": True}, **options) as response:
       yield response
 
+  def samples(self) -> list[Any]:
+    """Return the samples of /metrics, each with name, labels and value."""
+    text = self.get("/metrics").raise_for_status().text
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
   def metrics(self) -> dict[str, float]:
     """Return /metrics as {name: value}: names without the prefix, with all labels except model_name."""
-    text = self.get("/metrics").raise_for_status().text
     values = {}
-    for family in text_string_to_metric_families(text):
-      for sample in family.samples:
-        labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if k != "model_name")
-        values[sample.name.removeprefix("tinyvllm:") + f"{{{labels}}}" * bool(labels)] = sample.value
+    for sample in self.samples():
+      labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if k != "model_name")
+      values[sample.name.removeprefix("tinyvllm:") + f"{{{labels}}}" * bool(labels)] = sample.value
     return values
 
 

@@ -1,12 +1,13 @@
-"""Products of many rows on Hopper, compared with numpy: on a card, or with wgmma.cu on the CPU."""
-
+"""Products of many rows and attention of prefill chunks on Hopper, compared with numpy: on a card, or with wgmma.cu and
+attention_hopper.cu on the CPU."""
 import numpy as np
 import pytest
-from helpers.kernels import close, on_device
-from helpers.parameters import slow
+from helpers.data import read_data
+from helpers.kernels import check_attention, close, on_device
+from helpers.parameters import mark_slow_except, slow
 from helpers.reference import quantize_kv, random_numbers
 from helpers.tensor_cores import run_on_cpu
-from tinygrad import Tensor, TinyJit, dtypes
+from tinygrad import Device, Tensor, TinyJit, dtypes
 
 from tinyvllm_extra.kernels import cuda_source, products
 from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear
@@ -92,3 +93,23 @@ def test_product_equals_numpy_for_the_rows_that_exist(sizes, layer_class, kind, 
   if IS_HOPPER: run = TinyJit(run)
   for count in (T, 1, T // 2 + 3, T - 1, T) if IS_HOPPER else (T // 2 + 3, T):
     close(run(x, tokens_of(T, count))[:count], expected[:count], 4e-3)
+
+
+# Attention
+
+# (first position, number of tokens) of each sequence, tokens with padding, (K/V heads, query heads of each, head_dim)
+CHUNKS = read_data("kernel_cases.json")["Hopper's chunks"]
+
+
+@pytest.fixture
+def wgmma(monkeypatch):
+  run_on_cpu(monkeypatch)
+  if Device.DEFAULT != "CUDA": monkeypatch.setattr(cuda_source, "has_wgmma", lambda: True)
+
+
+@pytest.mark.parametrize("case", mark_slow_except(["mixed step", "decodes"], CHUNKS))
+@pytest.mark.parametrize("scale", [None, *mark_slow_except([], [0.4])])
+def test_attention_of_chunks_equals_numpy(case, scale, wgmma):
+  sequences, num_tokens, shape = CHUNKS[case]
+  options = {} if scale is None else {"scale": scale}
+  check_attention("tensor cores", sequences, shape, 3e-3, dtype="float16", num_tokens=num_tokens, **options)

@@ -1,4 +1,5 @@
-"""The scripts in examples/ and a benchmark run as processes, and the systemd unit's command starts a server."""
+"""The scripts in examples/, the README's commands and a benchmark run as processes, and the command of the systemd unit
+starts a server."""
 import json
 import os
 import re
@@ -8,7 +9,8 @@ import subprocess
 import sys
 
 import pytest
-from helpers.commands import ROOT, run_process
+from helpers.commands import ROOT, process, run_process
+from helpers.hub import Hub
 from helpers.servers import Server
 
 EXERCISES = (ROOT / "examples/docs/exercises.md").read_text().split("\n## ")[1:]
@@ -129,3 +131,43 @@ def test_throughput_benchmark_runs_with_random_weights():
 def test_scripts_with_a_wrong_key_end_with_the_failure(server):
   run(sys.executable, "examples/openai_client.py", server.url, key="sk-wrong", code=1)
   assert '"code":401' in run("bash", DEPLOY / "curl.sh", server.url, key="sk-wrong", code=22).replace(" ", "")
+
+
+# The README's commands and its Python example run unchanged, with a tiny model in place of the one they download. The
+# commands that install tinyvllm and run tests are left to .ci/run
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = [line for block in re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S) for line in block.splitlines()]
+PYTHON, = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+MODEL, = {*re.findall(r"\bHuggingFaceTB/[\w.-]+", README)}
+BY_CI = "python3 -m venv ", ".venv/bin/pip install "
+OURS = [line.split() for line in COMMANDS if not line.startswith(BY_CI)]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory, chat_folder):
+  """Variables for a hub that has a tiny model under the name of the README's."""
+  folder = tmp_path_factory.mktemp("hub")
+  shutil.copytree(chat_folder, folder / "root" / MODEL)
+  with Hub(folder / "root") as hub: yield hub.environment(folder / "home")
+
+
+@pytest.mark.parametrize("words", OURS, ids=" ".join)
+def test_readme_command_answers(environment, words):
+  program, command, model, *options = words
+  assert (program, model) == (".venv/bin/tinyvllm", MODEL)
+  if command == "serve":
+    assert options == ["--port", "8000"] and "at http://127.0.0.1:8000/." in README
+    with Server(MODEL, environment=environment) as server:   # at a free port
+      assert "<html" in server.get("/").text and server.get("/v1/models").json()["data"][0]["id"] == MODEL
+      return
+  run = process(command, model, *options, stdin="hello\n", **environment)
+  assert run.returncode == 0 and run.stdout.strip() and "Traceback" not in run.stderr, run.stderr
+
+
+def test_readme_python_example_prints_answers(environment):
+  run = run_process(sys.executable, "-c", PYTHON, **environment)
+  assert run.returncode == 0, run.stderr
+  lines = run.stdout.splitlines()
+  assert lines[0] == "Hello, world!" and lines[1].startswith("The cat sat on the warm stone") and len(lines) >= 4
+  assert "Once upon a time" in run.stdout and "The capital of France is" in run.stdout

@@ -19,11 +19,8 @@ import yaml
 from helpers.commands import PYTHONPATH, ROOT
 from helpers.data import read_data
 from helpers.servers import Server, reserve_port, wait_until
-from prometheus_client.parser import text_string_to_metric_families
 
 from tinyvllm import LLM, SamplingParams
-
-CASES = read_data("server_cases.json")
 
 SCRIPT = ROOT / "examples/deploy/ray_serve.py"
 SIZES = ["--cudagraph-capture-sizes", 1, 8, 16, "--max-num-batched-tokens", 64]   # few graphs
@@ -52,8 +49,7 @@ class Cluster(Server):
 
   def by_replica(self, metric, **labels):
     """Return {replica: value of a metric}."""
-    families = text_string_to_metric_families(self.get("/metrics").raise_for_status().text)
-    return {x.labels["replica"]: x.value for family in families for x in family.samples
+    return {x.labels["replica"]: x.value for x in self.samples()
             if x.name == f"tinyvllm:{metric}" and labels.items() <= x.labels.items()}
 
   def busiest(self, at_least):
@@ -247,7 +243,7 @@ def test_invalid_option_of_a_replica_prints_one_error_line():
   assert "Traceback" not in str(error.value)
 
 
-@pytest.mark.parametrize(("args", "message"), CASES["ray options"])
+@pytest.mark.parametrize(("args", "message"), read_data("server_cases.json")["ray options"])
 def test_app_with_invalid_args_raises_value_error(ray_serve, args, message):
   with pytest.raises(ValueError, match=message): ray_serve.app(args)
 

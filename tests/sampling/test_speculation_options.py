@@ -16,10 +16,7 @@ from tinyvllm import LLM, SamplingParams
 from tinyvllm_extra.sampling.speculation import NGramDrafter, SpeculativeConfig
 from tinyvllm_extra.serving.prometheus import draft_statistics
 
-INVALID = read_data("invalid_speculation.json")
-
-
-@pytest.mark.parametrize("config, message", INVALID, ids=str)
+@pytest.mark.parametrize("config, message", read_data("invalid_speculation.json"), ids=str)
 def test_invalid_config_raises_with_remedy(words_folder, config, message):
   if "words" in str(config): config = {**config, "model": str(words_folder)}
   with pytest.raises(ValueError, match=message): LLM(words_folder, **ENGINE, speculative_config=config)

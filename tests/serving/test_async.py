@@ -14,7 +14,6 @@ from helpers.servers import wait_until
 from tinyvllm import AsyncLLM, SamplingParams, runner
 from tinyvllm_extra.serving import async_engine
 
-CASES = read_data("server_cases.json")
 LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
 PROMPTS = ["the cat", "hello world, this", "one two three", "where there is a will", "numbers: 0 1", "the dog ran"]
 
@@ -128,7 +127,7 @@ async def test_failed_step_delivers_tokens_of_earlier_steps_first(llm, monkeypat
   assert received == [1, 2]
 
 
-@pytest.mark.parametrize("fields", CASES["joined"], ids=str)
+@pytest.mark.parametrize("fields", read_data("server_cases.json")["joined"], ids=str)
 async def test_joined_outputs_equal_generate(llm, fields):
   params = SamplingParams(**fields)
   assert await collect(llm, "the cat", params) == expected(llm, "the cat", params)

@@ -21,7 +21,6 @@ from tokenizers import Tokenizer, processors
 from tinyvllm import LLM, InputError, Logprob, PoolingParams
 from tinyvllm_extra.pooling.embeddings import INSTRUCTION, SCORE_PROMPT, scoring
 
-CASES = read_data("server_cases.json")
 QWEN = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "bos_token_id": None, "eos_token_id": 0}
 LAST = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
 END = SPECIALS.index("<|endoftext|>")
@@ -139,7 +138,7 @@ def test_runner_option_overrides_modules_json(folder, text_folder, llm):
     close(vectors(LLM(text_folder, **ENGINE, **options).embed(prompt)), vectors(llm.embed(prompt)))
 
 
-@pytest.mark.parametrize("files, options, message", CASES["refused embedders"])
+@pytest.mark.parametrize("files, options, message", read_data("server_cases.json")["refused embedders"])
 def test_unsupported_embedder_or_option_is_refused(tmp_path, folder, files, options, message):
   """The checkpoint has no lm_head."""
   shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
