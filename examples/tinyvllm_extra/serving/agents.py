@@ -19,7 +19,7 @@ from .protocol import SAMPLING, Body, ChatCompletionRequest, Int, JsonBody, thin
 TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
 # Fields that the chat takes over unchanged
 CHAT_FIELDS = {name: x for name, x in SAMPLING.items() if name not in ("n", "logprobs", "prompt_logprobs")} | {
-  "model": str, "stream": bool, "priority": Int, "cache_salt": str, "chat_template_kwargs": dict}
+  "model": str, "stream": bool, "priority": Int, "cache_salt": str, "chat_template_kwargs": (dict, {})}
 COMMON = CHAT_FIELDS | dict.fromkeys(TABLES["ignored"], object)
 
 
@@ -64,11 +64,9 @@ def function(name: str | None, **fields: object) -> JsonObject:
   return {"type": "function", "function": {"name": name, **fields}}
 
 
-def chat_request(body: Body, chat_template_kwargs: JsonObject, **fields: object) -> ChatCompletionRequest:
-  """Return a chat with `fields` and with the body's CHAT_FIELDS. chat_template_kwargs: defaults for the body's. Raises
-  RequestValidationError."""
+def chat_request(body: Body, **fields: object) -> ChatCompletionRequest:
+  """Return a chat with `fields` and with the body's CHAT_FIELDS. Raises RequestValidationError."""
   options = {name: value for name, value in body if name in CHAT_FIELDS}
-  options["chat_template_kwargs"] = {**chat_template_kwargs, **(body.chat_template_kwargs or {})}
   try: return ChatCompletionRequest.model_validate({**options, **fields})
   except pydantic.ValidationError as error:
     raise errors.RequestValidationError([{**x, "loc": ("body", *x["loc"])} for x in error.errors()]) from error
@@ -116,8 +114,8 @@ class MessagesRequest(Body):
     check(not config.format or config.format.type == "json_schema", "output_config: format.type must be json_schema")
     variables = thinking(self.thinking.type != "disabled") if self.thinking else {}
     return chat_request(
-      self, variables, messages=messages, max_tokens=self.max_tokens, stop=self.stop_sequences,
-      reasoning_effort=config.effort,
+      self, messages=messages, max_tokens=self.max_tokens, stop=self.stop_sequences, reasoning_effort=config.effort,
+      chat_template_kwargs={**variables, **self.chat_template_kwargs},
       tools=[function(x.name, description=x.description, parameters=x.input_schema) for x in self.tools or []
              if x.input_schema is not None],
       tool_choice=names.get(choice.type, choice.type), parallel_tool_calls=not choice.disable_parallel_tool_use,
@@ -202,7 +200,7 @@ class ResponsesRequest(Body):
       for i, item in enumerate(self.input): add_item(messages, item, f"input.{i}")
     choice = self.tool_choice.for_chat() if isinstance(self.tool_choice, ResponsesToolChoice) else self.tool_choice
     return chat_request(
-      self, {}, messages=messages, max_tokens=self.max_output_tokens, tool_choice=choice,
+      self, messages=messages, max_tokens=self.max_output_tokens, tool_choice=choice,
       tools=[function(x.name, description=x.description, parameters=x.parameters) for x in functions_of(self)],
       parallel_tool_calls=self.parallel_tool_calls, reasoning_effort=self.reasoning and self.reasoning.effort,
       response_format=self.text and self.text.response_format())

@@ -239,9 +239,8 @@ class Server(uvicorn.Server):
     return await self.serving.answer(body.to_chat(), MessagesBuilder)
 
   def count_tokens(self, body: MessagesRequest) -> dict[str, int]:   # not async: FastAPI calls it in another thread
-    serving = self.serving
-    serving.check_model(body.model or None)
-    prompt, = protocol.encode_prompts(body.to_chat(), serving.engine, serving.trusts_template)
+    self.serving.check_model(body.model or None)
+    prompt, = protocol.encode_prompts(body.to_chat(), self.serving.engine, self.serving.trusts_template)
     return {"input_tokens": len(prompt["prompt_token_ids"])}
 
 

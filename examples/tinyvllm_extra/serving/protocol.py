@@ -252,8 +252,7 @@ def prompt_end(ids: list[int], tokenizer: huggingface.ChatTokenizer) -> str: ret
 def encode_prompts(body: GenerationRequest, engine: LLM, trusts_template: bool) -> list[JsonObject]:
   """Return the engine's form of a body's prompts."""
   is_chat = isinstance(body, ChatCompletionRequest)
-  prompts: str | list = body.prompt if isinstance(body, CompletionRequest) else chat_text(
-    body, engine.tokenizer, trusts_template)
+  prompts: str | list = chat_text(body, engine.tokenizer, trusts_template) if is_chat else body.prompt
   if isinstance(prompts, str) or prompts and isinstance(prompts[0], int): prompts = [prompts]
   check(prompts and all(prompts), "prompt: each prompt must have at least one token")
   has_special = body.add_special_tokens or body.add_special_tokens is None and not is_chat
