@@ -96,7 +96,7 @@ def test_experts_equal_numpy(num_tokens):
   layer, x, count = FastExperts(4, K, {"w": 4 * 48}, False, dtypes.float32), random_x(num_tokens), 4
   w = make_layer(layer, "int8", 32)
   ids = np.random.default_rng(1).permuted(np.tile(np.arange(count, dtype=np.int32), (num_tokens, 1)), axis=1)[:, :2]
-  output = layer.route(on_device(x), layer.group_rows(Tensor(ids)), ids.size).numpy()
+  output = layer.multiply(on_device(x), row_groups=layer.group_rows(Tensor(ids)), count=ids.size).numpy()
   of_experts = multiply(layer, w, x).reshape(num_tokens, count, -1)
   check(output, np.take_along_axis(of_experts, ids[:, :, None], 1).reshape(ids.size, -1))
 

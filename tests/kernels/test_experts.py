@@ -58,7 +58,7 @@ def check(experts, weight: np.ndarray, ids: np.ndarray, kind: str = "float32", c
   x, chosen = x.astype("float32" if kind == "float32" else "float16"), ids if chosen is None else chosen
   products = np.einsum("ti,tkoi->tko", x.astype(np.float32), weight[chosen])
   expected = (products + experts.bias.numpy().reshape(len(weight), -1)[chosen]).reshape(ids.size, -1)
-  route = route or (lambda x, ids: experts.route(x, experts.group_rows(ids), ids.numel()))
+  route = route or (lambda x, ids: experts.multiply(x, row_groups=experts.group_rows(ids), count=ids.numel()))
   close(route(on_device(x), on_device(ids)), expected, KINDS[kind])
 
 
@@ -91,7 +91,7 @@ def test_row_groups_list_each_pair_once_in_a_group_of_its_expert(tokens):
 
 def test_a_captured_call_follows_the_ids_of_each_run():
   experts, weight = make_experts(8, 64, 32, "float32")
-  step = TinyJit(lambda x, ids: experts.route(x, experts.group_rows(ids), 14).realize())
+  step = TinyJit(lambda x, ids: experts.multiply(x, row_groups=experts.group_rows(ids), count=14).realize())
   for seed in range(5):
     check(experts, weight, np.random.default_rng(seed).integers(0, 8, (7, 2)).astype(np.int32), route=step)
 
@@ -123,7 +123,7 @@ def test_one_token_reads_only_its_experts():
   k = 8
   groups = layer.group_rows(on_device(choose(1, k, 60, "all")))
   x = on_device(np.zeros((1, 32), np.float16))   # linear.c needs float32
-  kernels = [u.src[0] for u in layer.route(x, groups, k).schedule_linear().toposort()
+  kernels = [u.src[0] for u in layer.multiply(x, row_groups=groups, count=k).schedule_linear().toposort()
              if u.op is Ops.CALL and u.src[0].op is Ops.SINK]
   sizes = [np.prod([int(r.vmax) + 1 for r in kernel.toposort() if r.op is Ops.RANGE]) for kernel in kernels]
   assert max(sizes) <= 1.3 * k * weight[0].size

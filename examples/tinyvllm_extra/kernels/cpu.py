@@ -32,8 +32,7 @@ EXP2 = """static inline float tv_exp2(float x) {
 CALL_ARGUMENTS = ", ".join(f"call[{1 + i}]" for i in range(MAX_ARGUMENTS))
 # Runs a step on one core. After its share of a kernel, the core waits for the others: it spins, then sleeps, because
 # other threads may need the core
-RUN_STEP = f"""
-typedef unsigned long long u64;
+RUN_STEP = f"""typedef unsigned long long u64;
 #ifndef __x86_64__
 #define __builtin_ia32_pause()
 #endif

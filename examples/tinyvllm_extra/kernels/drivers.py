@@ -7,8 +7,7 @@ from typing import Any
 from tinygrad import Device
 from tinygrad.device import LRUAllocator
 
-from tinyvllm import backend
-from tinyvllm.backend import cpu_cores
+from tinyvllm.backend import Memory, cpu_cores
 from tinyvllm_extra.host_memory import MemoryReport, host_memory
 
 KFD_NODES = pathlib.Path("/sys/devices/virtual/kfd/kfd/topology/nodes")
@@ -94,7 +93,7 @@ READERS: dict[str, Callable[[Any], MemoryReport]] = {   # cuda.py adds its own
   "AMD": amd_memory, "METAL": metal_memory, "CL": opencl_memory, "WEBGPU": webgpu_memory}
 
 
-class DriverMemory(backend.Memory):
+class DriverMemory(Memory):
   """A memory policy that asks the devices' drivers."""
   def free(self, devices: tuple[str, ...]) -> int:
     """Return the free bytes of each device. CPU devices share the host's, except RESERVE, which is left to Python,

@@ -10,13 +10,12 @@ from tinygrad.codegen.opt import Opt, OptOps
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import AxisType
 
-from tinyvllm import backend
-from tinyvllm.backend import cpu_cores
+from tinyvllm.backend import GateUp, Linear, Norm, cpu_cores
 from tinyvllm.llama import Checkpoint
 from tinyvllm_extra.models.experts import group_by_expert
 from tinyvllm_extra.models.quantized import Matrix, UNQUANTIZED, Quantized, narrow
-from tinyvllm_extra.models.storage_order import (STORED, pack_numbers, pack_words, prepare_scales, reorder,
-                                                 scales_shape, stored_shape)
+from tinyvllm_extra.models.storage_order import (STORED, pack_numbers, prepare_scales, reorder, scales_shape,
+                                                 stored_shape)
 from tinyvllm_extra.models.stored_weights import stored_weights
 
 from . import cuda_source, products
@@ -26,7 +25,7 @@ from .cuda_source import Launch
 from .schedule import add_up, axis, call, divisor, end, fold, kernel_of, lane_axis, unrolled
 
 
-class FastLinear(backend.Linear):
+class FastLinear(Linear):
   """A linear layer with W (float or quantized) stored in the order that lanes load it."""
   number_format = UNQUANTIZED
   order: Tensor | None = None   # (in,) int32: input of each column of W, if permuted (GPTQ)
@@ -77,20 +76,20 @@ class FastLinear(backend.Linear):
       if fits and gcd(K // groups, 32) in (32, K // groups): scales = halves
       else: self.weight = Tensor.empty(N // 16, K, 16, dtype=self.weight.dtype)
     shape = self.weight.max_shape
-    self.weight = place([pack_words(w.q) if self.has_8bit_inputs else pack_numbers(self.ordered(w.q), shape)
-                         for w in quantized])
+    self.weight = place([pack_numbers(self.ordered(w.q), shape, self.has_8bit_inputs) for w in quantized])
     self.scales = {name: place([reorder(self.ordered(x), scales_shape(shape, x.shape[1])) for x in arrays])
                    for name, arrays in scales.items() if arrays}
     order = quantized[0].order
     if (np.diff(order) != 1).any(): self.order = place([order.astype(np.int32)] * len(quantized))
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
-    """Like backend.Linear. With split-K, return the partial sums stacked along the first axis."""
+    """Like Linear. With split-K, return the partial sums stacked along the first axis."""
     return self.multiply(x, dtype)
 
   def multiply(self, x: Tensor, dtype: DType | None = None, activation: str = "", row_groups: Tensor | None = None,
                count: int = 0) -> Tensor:
-    """Return the products, or with an activation GateUp's. row_groups: see linear_kernel, for `count` rows of `out`."""
+    """Return the products, or with an activation GateUp's. row_groups: the experts of x, (R, in), see linear_kernel;
+    then return (count, out), each row of x for count / R of them."""
     if self.order is not None: x = x[:, self.order].contiguous()
     tiles = products.choose_tiles(self, x, row_groups)
     num_rows = count or x.max_shape[0] * (tiles.splits if tiles else 1)
@@ -109,7 +108,7 @@ class FastLinear(backend.Linear):
     return x.gather(1, (ids % tile).reshape(-1, 1, 1).expand(-1, 1, x.shape[2])).squeeze(1).cast(dtype)
 
 
-class FastGateUp(backend.GateUp, FastLinear):
+class FastGateUp(GateUp, FastLinear):
   """activation(gate) * up. On tensor cores, a tile's 16 outputs are eight rows of gate and the same eight of up."""
   def ordered(self, w: np.ndarray) -> np.ndarray:
     return w if self.weight.ndim == 3 else w.reshape(2, -1, 8, w.shape[1]).swapaxes(0, 1)   # a view
@@ -134,10 +133,6 @@ class FastExperts(FastLinear):
     if num_pairs <= count: return experts.reshape(-1, 1).contiguous()
     rows = SUMS if cpu_cores() else (8, 32)[num_pairs > 16 * count]   # few or many rows of each expert
     return group_by_expert(experts, count, rows)
-
-  def route(self, x: Tensor, row_groups: Tensor, count: int) -> Tensor:
-    """Return the products, (count, out), of x with the experts of its groups. x: (R, in), each row for count / R."""
-    return self.multiply(x, row_groups=row_groups, count=count)
 
 
 # Whether linear.c can read W, and multiply it by x
@@ -214,7 +209,7 @@ def sum_of_lanes(number: UOp, lane: UOp, lanes: int) -> UOp:
   return fold(sums[unrolled(few, 32, 6)])
 
 
-class FastNorm(backend.Norm):
+class FastNorm(Norm):
   def load(self, checkpoint: Checkpoint) -> None:
     weights = stored_weights(checkpoint)
     self.weight.replace(weights.place(self, weights.vectors(self, "weight"), self.weight.dtype))

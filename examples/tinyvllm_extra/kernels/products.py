@@ -9,7 +9,6 @@ from tinyvllm.backend import TOKENS
 
 from . import cuda_source
 from .buffers import new, new_tensor, stack_shards
-from .cuda_source import Launch
 
 if TYPE_CHECKING: from .matmul import FastLinear
 
@@ -113,19 +112,19 @@ def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles, activati
     definitions["IS_E4M3"] = int(is_e4m3)
     macros = {name: definitions[name] for name in ("T", "K", "ROWS", "ROWS_OF_STEP", "TYPE", "IS_E4M3")}
     packed = new(x, T, K + 4, dtype=dtypes.uint8) if is_e4m3 else new(x, T, K)   # with a scale per row
-    pack = Launch(f"pack_{T}_{K}", "pack.cu", macros, (T, 1, 1), 256, 32)
+    pack = cuda_source.Launch(f"pack_{T}_{K}", "pack.cu", macros, (T, 1, 1), 256, 32)
     x = cuda_source.run(lambda _: pack, out=packed, x=x, tokens=tokens)[0]
     scratch = {"partial": new(x, num_flags * 16 * tiles.rows, dtype=dtypes.float32),   # 128 per row for each block
                "flags": layer.flags}
     stage = tiles.rows * 128 + (1024 * sizes["BITS"] << is_e4m3)
     definitions |= {"STAGES": SHARED_BYTES // stage, **cuda_source.wgmma(tiles.rows, is_e4m3)}
-    launch = Launch(f"wgmma_{tiles.rows}_{sizes['N']}_{K}", "wgmma.cu", definitions, (num_flags // 8, 1, 1), 384,
-                    SHARED_BYTES // stage * stage + 2048)
+    launch = cuda_source.Launch(f"wgmma_{tiles.rows}_{sizes['N']}_{K}", "wgmma.cu", definitions,
+                                (num_flags // 8, 1, 1), 384, SHARED_BYTES // stage * stage + 2048)
   return cuda_source.run(lambda _: launch, out=out, weight=layer.weight, x=x, tokens=tokens, **scratch, **layer.scales,
                          bias=layer.bias, row_groups=row_groups)[0]
 
 
-def launch_linear(sizes: dict[str, int], definitions: dict[str, object], tiles: Tiles) -> Launch:
+def launch_linear(sizes: dict[str, int], definitions: dict[str, object], tiles: Tiles) -> cuda_source.Launch:
   """Return the launch of linear.cu."""
   N, K, bits = sizes["N"], sizes["K"], sizes["BITS"]
   row_tiles, sets = -(-sizes["NUM_ROWS"] // tiles.rows), max(1, sizes["GROUPS"] * 32 // K)
@@ -134,7 +133,7 @@ def launch_linear(sizes: dict[str, int], definitions: dict[str, object], tiles: 
   own = {"BUFFER": buffer, "RING": ring, "ROW_TILES": row_tiles}
   blocks = row_tiles * sizes["NUM_GROUPS"], N // tiles.outputs, tiles.splits
   threads = 32 * tiles.wide * tiles.high * tiles.deep
-  return Launch(f"linear_{N}_{K}", "linear.cu", definitions | own, blocks, threads, tiles.deep * ring)
+  return cuda_source.Launch(f"linear_{N}_{K}", "linear.cu", definitions | own, blocks, threads, tiles.deep * ring)
 
 
 @functools.cache

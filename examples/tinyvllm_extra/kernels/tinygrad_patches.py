@@ -1,7 +1,6 @@
 """All patches of tinygrad itself. `apply` installs them when a device is opened; an import changes nothing. Each patch
 states its reason and when to remove it."""
 import functools, os, pathlib, shutil, threading
-from collections.abc import Callable
 from typing import Any
 
 from tinygrad import Device, UOp, codegen, helpers
@@ -17,6 +16,7 @@ from tinyvllm.config import logger
 from .cpu import AVX512, EXP2, CPUGraph, allocate, run_captured
 from .kernel_cache import TINYGRAD, KernelFolder
 
+replace = setattr   # a method of a tinygrad class; type checkers refuse an assignment to it
 VERSION = "0.14.0"   # the patches were checked with it; for the next version, see examples/docs/tinygrad.md
 
 
@@ -44,11 +44,6 @@ def apply(device: str) -> None:
     compiler = compile_machine_code() or compiler
   lock_allocators()
   keep_kernels_on_disk(compiler)
-
-
-def replace(owner: type, name: str, function: Callable) -> None:
-  """Replace a method of a tinygrad class."""
-  setattr(owner, name, function)
 
 
 def compute_exp2_without_branches() -> None:

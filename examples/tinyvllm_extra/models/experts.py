@@ -86,8 +86,8 @@ class MixtureLayer(VariantLayer):
     T, k = h.shape[0], self.config.num_experts_per_tok
     ids, weights = choose_experts(self.router(h, dtype=dtypes.float32), k, self.config.norm_topk_prob)
     row_groups = self.gate_up.group_rows(ids)
-    activations = self.activate(self.gate_up.route(h, row_groups, T * k))
-    outputs = self.down.route(activations, row_groups, T * k)           # (T * k, hidden)
+    activations = self.activate(self.gate_up.multiply(h, row_groups=row_groups, count=T * k))
+    outputs = self.down.multiply(activations, row_groups=row_groups, count=T * k)   # (T * k, hidden)
     out = (outputs.float().unflatten(0, (T, k)) * weights.unsqueeze(2)).sum(1)
     if self.config.has_shared_expert: out = out + super().mlp(h) * self.shared_gate(h, dtype=dtypes.float32).sigmoid()
     return out.cast(h.dtype).contiguous()

@@ -7,10 +7,9 @@ import numpy as np
 from tinygrad import Tensor, dtypes, nn
 from tinygrad.dtype import DType
 
-from tinyvllm import llama
 from tinyvllm.backend import Backend, Devices, Linear, Module, Norm
 from tinyvllm.config import JsonObject, ModelConfig, check
-from tinyvllm.llama import Llama
+from tinyvllm.llama import Layer, Llama
 from tinyvllm_extra.options import check_one_device
 
 from .ropes import scaled_rope_table
@@ -85,7 +84,7 @@ class Plain(Module):
     self.weight = Tensor.empty(*shape, dtype=dtype)
 
 
-class VariantLayer(llama.Layer):
+class VariantLayer(Layer):
   """A transformer block with options. config.norms: the checkpoint's names of the norms before attention, after it,
   before the MLP and after it. Layers with equal `options` and tensors of equal shapes compute the same."""
   config: VariantConfig

@@ -31,23 +31,27 @@ def scales_shape(stored: tuple[int, ...], groups: int) -> tuple[int, ...]:
   return (stored[0], groups, 8, 2) if len(stored) == 8 else (stored[0], groups, stored[-1])
 
 
-def pack_numbers(q: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def pack_numbers(q: np.ndarray, shape: tuple[int, ...], is_for_int8: bool) -> np.ndarray:
   """Reorder q of a quantized W, (out, in). 8 bits are stored unchanged as int8 or uint8. 4 bits and layouts for tensor
-  cores are packed into words of 32 bits: (out / 16, in / 8, 16) or (out / 16, in / 32, 8, 4, bits / 2)."""
+  cores are packed into words of 32 bits: (out / 16, in / 8, 16) or (out / 16, in / 32, 8, 4, bits / 2).
+
+  is_for_int8: linear.c multiplies by int8. It reads words of unsigned numbers, (out / 16, inputs, 16): 4 inputs, 128
+  added, or 8 inputs in int4, the first 4 in the lower halves of the word's bytes."""
   number_format = NUMBER_FORMATS[q.dtype]
   bits = number_format.bits
   octets: np.ndarray = q.view(np.uint8)
-  if len(shape) == 3:
-    if bits == 8: return reorder(q if q.dtype == np.int8 else octets, shape)
-    numbers: np.ndarray = octets.reshape(shape[0], shape[2], -1, 8).swapaxes(1, 2)   # (out / 16, in / 8, 16, 8)
+  if is_for_int8 or len(shape) > 3: octets = octets ^ np.uint8(number_format.zero_point)   # adds 128 to int8
+  elif bits == 8: return reorder(q if q.dtype == np.int8 else octets, shape)
+  if len(shape) == 3: numbers: np.ndarray = octets.reshape(shape[0], shape[2], -1, 32 // bits).swapaxes(1, 2)
   else:
-    octets = octets ^ np.uint8(number_format.zero_point)   # adds 128 to int8
     # (out / 16, in / 32, 8, 4, then 16 numbers of a lane)
     lanes = reorder(octets, shape).transpose(0, 1, 4, 5, 2, 3, 6, 7)
     # A word holds pairs of neighbours, one in its lower half and one in its upper half
     numbers = lanes.reshape(*lanes.shape[:4], bits // 2, 16 // bits, 2).swapaxes(-1, -2)
     numbers = numbers.reshape(*lanes.shape[:4], bits // 2, 32 // bits)
-  if bits == 4: numbers = numbers[..., ::2] | numbers[..., 1::2] << 4
+  if bits == 4:
+    low, high = np.split(numbers, 2, -1) if is_for_int8 else (numbers[..., ::2], numbers[..., 1::2])
+    numbers = low | high << 4
   return np.ascontiguousarray(numbers).view(number_format.word)[..., 0]
 
 
@@ -56,13 +60,3 @@ def prepare_scales(w: Quantized, dtype: DType) -> np.ndarray:
   if not w.number_format.is_float: return w.scale
   scale = w.scale.astype(np.float32) * w.number_format.factor
   return narrow(scale, w.q.dtype == E2M1) if dtype == dtypes.half else scale
-
-
-def pack_words(q: np.ndarray) -> np.ndarray:
-  """Pack q of a quantized W, (out, in), int8 or int4, for linear.c: (out / 16, inputs, 16) words of unsigned
-  numbers. A word holds 4 inputs, 128 added, or 8 inputs in int4, the first 4 in the lower halves of its bytes."""
-  number_format = NUMBER_FORMATS[q.dtype]
-  octets: np.ndarray = q.view(np.uint8) ^ np.uint8(number_format.zero_point)
-  numbers: np.ndarray = octets.reshape(len(q) // 16, 16, -1, 32 // number_format.bits).swapaxes(1, 2)
-  if q.dtype == np.uint8: numbers = numbers[..., :4] | numbers[..., 4:] << 4
-  return np.ascontiguousarray(numbers).view(np.uint32)[..., 0]

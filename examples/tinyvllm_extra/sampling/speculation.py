@@ -169,12 +169,11 @@ class SpeculativeProposer:
     tokens per time within the budget."""
     seqs = [seq for seq, n in batch.items() if n == seq.num_remaining and not seq.num_in_flight
             and not (seq.processor and seq.processor.depends_on_output)]
-    def propose(seq: Sequence) -> list[int]:
-      drafter = self.drafter(seq)
-      return drafter.propose(seq.tokens, min(drafter.num_to_draft(), seq.max_len - seq.length - 1))
-    drafts = [propose(seq) for seq in seqs]
+    drafters = [*map(self.drafter, seqs)]
+    drafts = [drafter.propose(seq.tokens, min(drafter.num_to_draft(), seq.max_len - seq.length - 1))
+              for seq, drafter in zip(seqs, drafters, strict=True)]
     # (probability that a draft token and all before it are accepted, its index, index of its sequence)
-    candidates = sorted(((self.drafter(seqs[k]).rate ** (i + 1), i, k) for k, tokens in enumerate(drafts)
+    candidates = sorted(((drafters[k].rate ** (i + 1), i, k) for k, tokens in enumerate(drafts)
                      for i in range(len(tokens))), reverse=True)[:max(0, min(budget, DRAFT_ROWS - len(batch)))]
     num_expected = [*itertools.accumulate((p for p, *_ in candidates), initial=len(batch))]   # by number of drafts
     draft_steps = [*itertools.accumulate((i + 1 for _, i, _ in candidates), max, initial=0)]
@@ -182,8 +181,8 @@ class SpeculativeProposer:
     def throughput(n: int) -> float:
       return num_expected[n] / (step_time(next_power_of_two(num_tokens + n)) + self.draft_time * draft_steps[n])
     counts = collections.Counter(k for *_, k in candidates[:max(range(len(num_expected)), key=throughput)])
-    for k, seq in enumerate(seqs):
-      if not counts[k]: self.drafter(seq).decay()
+    for k, drafter in enumerate(drafters):
+      if not counts[k]: drafter.decay()
     return {seqs[k]: drafts[k][:n] for k, n in counts.items() if n}
 
   def update(self, engine: Engine, results: Results) -> None:
@@ -227,8 +226,7 @@ def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner],
   except InputError as e: raise InputError(f"speculative_config={options!r}: {e}") from e
   if proposer.config.model is None: runners = [new_runner(num_bytes)]
   else:
-    model = load_draft_model(target, proposer.config, num_bytes)
-    draft_bytes = fit.weight_bytes(fit.model_weights(model))
+    model, draft_bytes = load_draft_model(target, proposer.config, num_bytes)
     def kv_size(config): return config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     target_size, draft_size = kv_size(target.model_config), kv_size(model.config)
     runner = new_runner((num_bytes - draft_bytes) * target_size // (target_size + draft_size))
@@ -241,7 +239,8 @@ def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner],
   return proposer, runners
 
 
-def load_draft_model(target: LoadedModel, config: SpeculativeConfig, num_bytes: int) -> llama.Llama:
+def load_draft_model(target: LoadedModel, config: SpeculativeConfig, num_bytes: int) -> tuple[llama.Llama, int]:
+  """Return the draft model and the bytes of its weights. num_bytes: the ones left next to the target's."""
   path = hub.local_path(str(config.model))
   prefix = f"speculative_config: the draft model {str(path)!r}"
   checkpoint = hub.open_checkpoint(path, config.quantization, vars(target.config)["activation_quantization"])
@@ -264,4 +263,4 @@ def load_draft_model(target: LoadedModel, config: SpeculativeConfig, num_bytes: 
   check(size < num_bytes, f"{prefix} has {size / 2**30:.2f} GiB of weights, but {num_bytes / 2**30:.2f} GiB are left "
         "next to the target's: choose a smaller one, quantize it or the target, or raise gpu_memory_utilization")
   logger.info(f"loaded {path.name} as draft model")
-  return model
+  return model, size
