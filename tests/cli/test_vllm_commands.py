@@ -7,9 +7,9 @@ import pytest
 from helpers.data import read_data
 from helpers.commands import error_line, parse_command, run_command
 
-from tinyvllm import LLM, InputError, SamplingParams
+from tinyvllm import LLM, InputError
 from tinyvllm_extra.options import LLMConfig
-from tinyvllm_extra.cli.flags import expand, read_config, select_options
+from tinyvllm_extra.cli.flags import expand, read_config
 from tinyvllm_extra.cli.serve import read_arguments
 from tinyvllm_extra.vllm_options import NO_EFFECT, read_options
 
@@ -91,9 +91,3 @@ def test_chat_template_is_a_file_or_a_text_with_braces_or_lines(tmp_path, monkey
   (tmp_path / "a.jinja").write_text("content")
   monkeypatch.setenv("HOME", str(tmp_path))
   assert read_options({"chat_template": option}).chat_template == text
-
-
-def test_select_options_of_the_engine_include_vllms():
-  args = {"dtype": "auto", "revision": "x", "swap_space": 4, "port": 1, "temperature": 0.5}
-  assert select_options(args, LLMConfig) == {"dtype": "auto", "revision": "x", "swap_space": 4}
-  assert select_options(args, SamplingParams) == {"temperature": 0.5}
