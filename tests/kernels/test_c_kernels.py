@@ -93,7 +93,7 @@ def test_products_of_floats_equal_numpy_and_do_not_depend_on_batch(monkeypatch, 
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_experts_equal_numpy(num_tokens):
   """With few tokens, each row has its own group."""
-  layer, x, count = FastExperts(4, K, {"w": 4 * 48}, False, dtypes.float32), random_x(num_tokens), 4
+  layer, x, count = FastExperts(K, {"w": 4 * 48}, False, dtypes.float32, num_experts=4), random_x(num_tokens), 4
   w = make_layer(layer, "int8", 32)
   ids = np.random.default_rng(1).permuted(np.tile(np.arange(count, dtype=np.int32), (num_tokens, 1)), axis=1)[:, :2]
   output = layer.multiply(on_device(x), row_groups=layer.group_rows(Tensor(ids)), count=ids.size).numpy()

@@ -29,7 +29,7 @@ def make_experts(count: int, inputs: int, outputs: int, kind: str) -> tuple[Fast
   """Return random Experts with biases, and their matrices, (experts, out, in)."""
   rng = np.random.default_rng(1)
   dtype = dtypes.float32 if kind == "float32" else dtypes.float16
-  layer = FastExperts(count, inputs, {f"{i}": outputs for i in range(count)}, True, dtype)
+  layer = FastExperts(inputs, {f"{i}": outputs for i in range(count)}, True, dtype, num_experts=count)
   weight = rng.standard_normal((count * outputs, inputs)).astype(np.float32)
   if kind.startswith("float"):
     weight = weight.astype(kind)

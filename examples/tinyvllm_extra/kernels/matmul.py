@@ -32,12 +32,13 @@ class FastLinear(Linear):
   flags: Tensor | None = None   # see products.new_flags
   has_8bit_inputs = False   # linear.c quantizes x to int8
   has_e4m3_inputs = False   # products of at least 64 rows are in e4m3, see wgmma.cu
-  num_experts = 1   # matrices that are stacked in W
 
-  def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType, axis: int = 0):
+  def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType, axis: int = 0,
+               num_experts: int = 1):
     super().__init__(in_features, sources, bias, dtype, axis)
-    tiles, *tile = stored_shape(self.out_features // self.num_experts, in_features, cuda_source.has_mma(dtype))
-    self.weight = Tensor.empty(self.num_experts * tiles, *tile, dtype=dtype)
+    self.num_experts = num_experts   # matrices that are stacked in W
+    tiles, *tile = stored_shape(self.out_features // num_experts, in_features, cuda_source.has_mma(dtype))
+    self.weight = Tensor.empty(num_experts * tiles, *tile, dtype=dtype)
     if bias: self.bias = Tensor.empty(self.out_features, dtype=dtypes.float32)
     self.scales: dict[str, Tensor] = {}   # scale and offset of a quantized W
 
@@ -121,10 +122,6 @@ class FastGateUp(GateUp, FastLinear):
 
 class FastExperts(FastLinear):
   """Matrices of several experts, stacked in one W in stored layout. sources: the first expert's, the second's, ..."""
-  def __init__(self, num_experts: int, in_features: int, sources: dict[str, int], bias: bool, dtype: DType):
-    self.num_experts = num_experts
-    super().__init__(in_features, sources, bias, dtype)
-
   def group_rows(self, ids: Tensor) -> Tensor:
     """Return row_groups for kernels (see linear_kernel), sorted by expert. ids: (T, k) int32, experts of each token.
     With few tokens, each row has its own group."""
