@@ -7,9 +7,9 @@ from tinyvllm.backend import Backend, Devices, exclusive
 from tinyvllm.config import InputError, JsonObject, check, logger, option, read_json
 from tinyvllm.engine import Engine, Params, Parts, Prompt, Request, RequestOutput
 
-from . import captures, kernels
+from . import captures, kernels, programs
 from .cache import prefix_cache, snapshots
-from .formats import architecture, hub, tuning
+from .formats import architecture, hub
 from .kernels import drivers, parallel
 from .options import SAMPLING_DEFAULTS, LLMConfig, check_no_lora, document, setup_logging, takes
 from .pooling import embeddings
@@ -63,7 +63,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     ignored = ", ".join(f"{name}={options[name]!r}" for name in sorted(options.keys() & NO_EFFECT.keys()))
     if ignored: logger.info(f"vLLM's options without effect here: {ignored}")
     path = hub.local_path(model, config) if model else None
-    with exclusive: tuning.prepare_device()
+    with exclusive: programs.prepare_tuned_device()
     has_layouts = backend is None or type(backend).kv_layout is not Backend.kv_layout
     check(config.kv_cache_dtype == "auto" or has_layouts,
           f"kv_cache_dtype={config.kv_cache_dtype!r} must be 'auto': the core's Backend has no other one")

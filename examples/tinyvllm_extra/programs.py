@@ -1,12 +1,14 @@
-"""Opens the default device, with the C compiler that a CPU needs: which one is installed, or how to install one."""
-import contextlib, functools, os, platform, shutil, sys, tempfile
+"""Opens the default device, with the C compiler that a CPU needs: which one is installed, or how to install one; and
+with the tiles of matrix kernels that were tuned for the device."""
+import contextlib, functools, hashlib, json, os, pathlib, platform, re, shutil, sys, tempfile
+from typing import Any
 
 from tinygrad import Device, helpers
 
 from tinyvllm.backend import renderer
 from tinyvllm.config import logger
 
-from .kernels import drivers, tinygrad_patches
+from .kernels import drivers, products, tinygrad_patches
 
 # Commands that install clang: on macOS, and by the ID of a Linux distribution in /etc/os-release
 CLANG = {"Darwin": "xcode-select --install", "debian": "sudo apt install clang", "fedora": "sudo dnf install clang",
@@ -83,3 +85,32 @@ def prepare_device() -> str:
     return reason
   except Exception as e:   # devices raise different types
     raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}): {advice(dev, cc)}") from e
+
+
+def device_name(opened: Any) -> str:
+  """Return a device's name, or else its architecture."""
+  if opened.device == "CUDA":
+    from .kernels import cuda
+    return cuda.device_name(opened)
+  info = pathlib.Path("/proc/cpuinfo")
+  names = re.findall(r"model name\s*: (.*)", info.read_text()) if opened.device == "CPU" and info.exists() else []
+  return [*names, getattr(opened, "device_name", opened.arch or "")][0]
+
+
+def tiles_path() -> pathlib.Path:
+  """Return the file of tuned tiles (kernels/products.choose_tiles) for the default device and these kernels, which
+  `tinyvllm doctor --tune` writes. Other devices and kernels have other files."""
+  files = sorted(x for x in pathlib.Path(drivers.__file__).parent.iterdir() if x.is_file())
+  digest = hashlib.sha256(b"".join(x.read_bytes() for x in files)).hexdigest()[:8]
+  return tinygrad_patches.cache_folder() / re.sub(r"[^\w.]+", "_", f"tuned {device_name(Device.default)} {digest}.json")
+
+
+def prepare_tuned_device() -> dict[str, str]:
+  """Like prepare_device. Then use the tiles in the device's file, if it has one, and return them. A damaged file is
+  ignored with a warning."""
+  prepare_device()
+  products.choices = {}
+  try: products.choices = dict(json.loads(tiles_path().read_text())) if tiles_path().exists() else {}
+  except (OSError, ValueError, TypeError) as error:
+    logger.warning(f"{tiles_path()} is ignored: {error}; `tinyvllm doctor --tune` measures again")
+  return products.choices

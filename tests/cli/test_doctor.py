@@ -28,8 +28,9 @@ from tinygrad.device import ALL_DEVICES
 from tinyvllm import LLM, InputError, __version__, backend, config
 from tinyvllm.backend import Memory
 from tinyvllm_extra import host_memory
+from tinyvllm_extra import programs
 from tinyvllm_extra.cli import doctor
-from tinyvllm_extra.formats import fit, tuning
+from tinyvllm_extra.formats import fit
 from tinyvllm_extra.formats.fit import estimate_fit, prequantized
 from tinyvllm_extra.kernels import FastBackend, cuda_source, drivers, products
 from tinyvllm_extra.kernels.drivers import DriverMemory
@@ -76,10 +77,10 @@ def test_bandwidth_is_bytes_per_median_time(monkeypatch, step, seconds, calls):
 
 
 def test_device_name_is_the_architecture_of_unnamed_devices():
-  assert tuning.device_name(SimpleNamespace(device="NULL", arch="an architecture")) == "an architecture"
-  assert tuning.device_name(SimpleNamespace(device="NULL", arch=None, device_name="A GPU")) == "A GPU"
+  assert programs.device_name(SimpleNamespace(device="NULL", arch="an architecture")) == "an architecture"
+  assert programs.device_name(SimpleNamespace(device="NULL", arch=None, device_name="A GPU")) == "A GPU"
   names = re.findall(r"model name\s*: (.*)", subprocess.getoutput("cat /proc/cpuinfo"))
-  assert tuning.device_name(SimpleNamespace(device="CPU", arch="an architecture")) == [*names, "an architecture"][0]
+  assert programs.device_name(SimpleNamespace(device="CPU", arch="an architecture")) == [*names, "an architecture"][0]
 
 
 # The user's process
@@ -273,18 +274,18 @@ def tuned(monkeypatch, tmp_path):
   """Return the path of the file of choices, in an empty folder."""
   monkeypatch.setattr(helpers, "CACHEDB", str(tmp_path / "cache.db"))
   monkeypatch.setattr(products, "choices", {})
-  tuning.path().parent.mkdir()
-  return tuning.path()
+  programs.tiles_path().parent.mkdir()
+  return programs.tiles_path()
 
 
 @pytest.mark.parametrize("text,choices", CASES["tuned"])
 def test_choices_that_are_damaged_or_of_other_kernels_are_ignored(tuned, caplog, monkeypatch, text, choices):
   tuned.write_text(text)
-  assert tuning.prepare_device() == products.choices == choices
+  assert programs.prepare_tuned_device() == products.choices == choices
   assert caplog.text.count(f"{tuned} is ignored: ") == (not choices)
-  monkeypatch.setattr(tuning, "device_name", lambda device: "A GPU/2")
-  monkeypatch.setattr(tuning.kernels, "__file__", str(tuned))
-  name, kernels_hash = tuning.path().stem.rsplit("_", 1)
+  monkeypatch.setattr(programs, "device_name", lambda device: "A GPU/2")
+  monkeypatch.setattr(programs.drivers, "__file__", str(tuned))
+  name, kernels_hash = programs.tiles_path().stem.rsplit("_", 1)
   assert name == "tuned_A_GPU_2" and len(kernels_hash) == 8 and kernels_hash not in tuned.name
 
 

@@ -12,7 +12,6 @@ from tinygrad.uop.ops import KernelInfo, Ops
 
 from tinyvllm import LLM, SamplingParams, backend
 from tinyvllm_extra import programs
-from tinyvllm_extra.formats import tuning
 from tinyvllm_extra.kernels import FastBackend, kernel_cache as kernels, layer_calls as traced_layers
 
 CLANG = "clang", 1, 2   # a compiler: its name, file size and modification time
@@ -147,7 +146,7 @@ def test_changed_step_is_captured(run, monkeypatch, tmp_path, change):
   if change == "code": monkeypatch.setattr(kernels, "source_hash", lambda: "other")
   if change == "level": monkeypatch.setattr(helpers.CACHELEVEL, "value", 1)
   (path := tmp_path / "tuned.json").write_text('{"linear": "4"}')
-  if change == "choices": monkeypatch.setattr(tuning, "path", lambda: path)
+  if change == "choices": monkeypatch.setattr(programs, "tiles_path", lambda: path)
   options = {"option": {"max_num_seqs": 3}, "backend": {"backend": OtherBackend()}}.get(change, {})
   _, num_captured = run(**options)
   assert bool(num_captured) == (change in ("option", "code", "choices")), "a step of unknown code is not stored"

@@ -107,9 +107,8 @@ def main(args: JsonObject) -> None:
   unused = {*options, *(engine if mode == "serve" else ())}.difference(used, variables)
   check(not unused, f"{', '.join(unused)}: not a flag of `tinyvllm bench{mode and ' ' + mode}`")
   config, model = BenchConfig(**options), args.get("model")
-  if mode == "serve": print_metrics(config, serve(model, config), LATENCIES)
-  else:
-    llm = LLM(model, **engine)
-    for _ in llm.capture(): pass
-    if not mode: rates(llm, config)
-    else: print_metrics(config, run(llm, config.num_prompts, config.random_input_len, config.random_output_len))
+  if mode == "serve": return print_metrics(config, serve(model, config), LATENCIES)
+  llm = LLM(model, **engine)
+  for _ in llm.capture(): pass
+  if not mode: return rates(llm, config)
+  print_metrics(config, run(llm, config.num_prompts, config.random_input_len, config.random_output_len))

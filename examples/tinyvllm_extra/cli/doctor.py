@@ -1,7 +1,7 @@
 """`tinyvllm doctor`: test each tinygrad backend on this machine; report which one the engine uses and why, and which
 models fit. Each backend runs in its own process, since a driver may hang or crash. The bandwidth test runs the
 engine's matmul, so that it predicts the engine's speed. `--tune` measures the tiles of matrix kernels in a model's
-shapes, for steps that decode, and keeps the fastest ones in the file of formats/tuning.py."""
+shapes, for steps that decode, and keeps the fastest ones in the file of programs.tiles_path."""
 import copy, importlib.metadata, json, os, pathlib, platform, re
 import shlex, shutil, signal, statistics, subprocess, sys, time
 from collections.abc import Callable
@@ -15,11 +15,12 @@ from tinyvllm import __version__
 from tinyvllm.backend import Devices, Linear
 from tinyvllm.config import InputError, JsonObject, check, read_json
 from tinyvllm_extra import programs
-from tinyvllm_extra.formats import architecture, gguf, hub, tuning
+from tinyvllm_extra.formats import architecture, gguf, hub
 from tinyvllm_extra.formats.fit import DTYPES, GIB, QUANTIZED, estimate_fit, is_in_layer, open_device, prequantized
 from tinyvllm_extra.kernels import kernel_cache, make_backend, matmul, products
 from tinyvllm_extra.kernels.drivers import device_memory, host_memory
 from tinyvllm_extra.models.quantized import NUMBER_FORMATS
+from tinyvllm_extra.programs import prepare_tuned_device, tiles_path
 
 LIMIT = 90   # timeout of a backend's process, in seconds
 BUFFER = 2**28   # maximum size of the bandwidth test's weights, in bytes
@@ -44,7 +45,7 @@ def probe(seconds: float) -> None:
     total = device_memory(Device.DEFAULT).total
     most = best.memory.largest_tensor()
     renderer = f"{Device.DEFAULT} {type(Device.default.renderer).__name__}"
-    emit(opens=True, device=tuning.device_name(Device.default), renderer=renderer, **facts, total_gib=total / GIB,
+    emit(opens=True, device=programs.device_name(Device.default), renderer=renderer, **facts, total_gib=total / GIB,
          largest_gib=min(total, most) / GIB)
     size = min(BUFFER, most, int(facts["free_gib"] * GIB) // 4)
     if seconds: emit(gb_per_s=bandwidth(best.Linear, size, getattr(dtypes, facts["dtype"]), seconds) / 1e9)
@@ -116,7 +117,7 @@ def choose(layers: list[matmul.FastLinear], x: Tensor, kept: dict[str, str]) -> 
 def tune(name: str, hf: JsonObject, quantization: str | None) -> list[JsonObject]:
   """Measure the matrices of a model, and write the file. Return a row of the report per matrix and number of rows. hf:
   the content of config.json. quantization: of a model that is not pre-quantized, "int8", "int4" or None."""
-  kept = {**tuning.prepare_device()}
+  kept = {**prepare_tuned_device()}
   backend = make_backend()
   config, model_class = architecture.choose_model(hf, pathlib.Path(name))
   model = model_class(config, getattr(dtypes, backend.pick_dtype("auto", config)), backend, Devices())
@@ -128,8 +129,8 @@ def tune(name: str, hf: JsonObject, quantization: str | None) -> list[JsonObject
     copies = copies_of(layer, prequantized(hf) or quantization)
     for x in [Tensor.ones(T, 32 * layer.weight.max_shape[1], dtype=model.dtype).contiguous().realize() for T in ROWS]:
       report.append({"matrix": ", ".join(name.rpartition(".")[2] for name in layer.sources), **choose(copies, x, kept)})
-  kernel_cache.write(tuning.path(), json.dumps(kept, indent=1).encode())
-  check(tuning.prepare_device() == kept, f"{tuning.path()} cannot be written: set CACHEDB to a file in another folder")
+  kernel_cache.write(tiles_path(), json.dumps(kept, indent=1).encode())
+  check(prepare_tuned_device() == kept, f"{tiles_path()} cannot be written: set CACHEDB to a file in another folder")
   return report
 
 
@@ -223,7 +224,7 @@ def main(args: JsonObject) -> int:
   if args["tune"]:
     name = model or "Llama-3.2-1B"
     rows = tune(name, models[name], args["quantization"])
-    print(json.dumps(rows, indent=2) if args["json"] else "\n".join([*table(rows), "", f"kept in {tuning.path()}"]))
+    print(json.dumps(rows, indent=2) if args["json"] else "\n".join([*table(rows), "", f"kept in {tiles_path()}"]))
     return 0
   report = make_report(seconds, models, args["kv_cache_dtype"]) | description
   print(json.dumps(report, indent=2) if args["json"] else "\n".join(line[:120] for line in format_report(report)))

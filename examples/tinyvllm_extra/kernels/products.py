@@ -49,7 +49,7 @@ class Tiles(NamedTuple):
 TABLES = {key: [Tiles(*sizes) for sizes in table] for key, table in
           json.loads(pathlib.Path(__file__).with_name("tiles.json").read_text()).items()}
 WGMMA = [Tiles(1, 32, 8, 1, 0), Tiles(1, 16, 8, 1, 0), Tiles(1, 8, 8, 1, 0)]
-choices: dict[str, str] = {}   # by key of `candidates`: `str` of the tiles to use (formats/tuning.py)
+choices: dict[str, str] = {}   # by key of `candidates`: `str` of the tiles to use (programs.tiles_path)
 
 
 def choose_tiles(layer: "FastLinear", x: Tensor, row_groups: Tensor | None = None) -> Tiles | None:
