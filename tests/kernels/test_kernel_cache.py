@@ -140,6 +140,12 @@ def test_engine_restores_the_steps_of_an_earlier_one(run, tmp_path):
   assert run() == (expected, 0)
 
 
+def test_engine_restores_the_steps_of_a_quantized_model(run):
+  expected, num_captured = run(quantization="int8")
+  assert num_captured >= 3
+  assert run(quantization="int8") == (expected, 0)
+
+
 @pytest.mark.parametrize("change", ["option", "code", "choices", "backend", "level"])
 def test_changed_step_is_captured(run, monkeypatch, tmp_path, change):
   run()

@@ -16,7 +16,7 @@ E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 class NumberFormat:
   """A number format of q. Kernels decode its bits to float16 with integer operations."""
   bits: int
-  word: type[np.generic]   # a packed word; floats and integers differ, as layers with equal dtypes share traced calls
+  word: str   # dtype of a packed word; floats and integers differ, as layers with equal dtypes share traced calls
   zero_point: int = 0      # added to integers for tensor cores
   factor: int = 1          # small floats: q / decoded number, a part of the stored scales
 
@@ -33,9 +33,9 @@ class NumberFormat:
 
 
 NUMBER_FORMATS = {   # by the dtype of q
-  np.dtype(np.int8): NumberFormat(8, np.uint32, zero_point=128), np.dtype(np.uint8): NumberFormat(4, np.uint32),
-  E4M3: NumberFormat(8, np.int32, factor=2**8), E2M1: NumberFormat(4, np.int32, factor=2**14)}
-UNQUANTIZED = NumberFormat(16, np.uint32)   # floats, which are not packed
+  np.dtype(np.int8): NumberFormat(8, "uint32", zero_point=128), np.dtype(np.uint8): NumberFormat(4, "uint32"),
+  E4M3: NumberFormat(8, "int32", factor=2**8), E2M1: NumberFormat(4, "int32", factor=2**14)}
+UNQUANTIZED = NumberFormat(16, "uint32")   # floats, which are not packed
 
 
 class Quantized(NamedTuple):
