@@ -8,6 +8,7 @@ from tinyvllm.config import InputError, JsonObject, check, logger, option, read_
 from tinyvllm.engine import Engine, Params, Parts, Prompt, Request, RequestOutput
 
 from . import captures, kernels, programs
+from .adapters import lora
 from .cache import prefix_cache, snapshots
 from .formats import architecture, hub
 from .kernels import drivers, parallel
@@ -39,7 +40,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
   parts = Parts(
     config_class=LLMConfig, make_backend=lambda: kernels.make_backend(),
     open_devices=lambda config: parallel.open_devices(config) if config.tensor_parallel_size > 1 else Devices(),
-    open_checkpoint=lambda path, config: hub.open_checkpoint(path, config.quantization, config.activation_quantization),
+    open_checkpoint=lora.open_checkpoint,
     find_model=lambda hf_config, path, config: architecture.choose_model(hf_config, path, config.runner),
     params_class=SamplingParams, scheduler_class=engine_metrics.MeteredScheduler, logits=logits.ProcessedLogits(),
     open_proposer=snapshots.open_proposer)

@@ -32,6 +32,7 @@ class LLMConfig(EngineConfig):
   quantization: str | None = option(None, "int8, int4: quantize; others: verify (default: none)", choices=FORMATS)
   activation_quantization: str = option("auto", "int8: multiply in int8 (CPU); fp8: in e4m3 (Hopper); none: float; "
                                         "auto: int8 for int weights", choices=("auto", "int8", "fp8", "none"))
+  merge_lora: str | None = option(None, "Folder of a LoRA adapter that is added to the weights (default: none)")
   kv_cache_dtype: str = option("auto", "KV cache dtype; auto: as dtype", choices=("auto", "fp8", "int8"))
   tensor_parallel_size: int = option(1, "Number of devices per layer", min=1, max=8)
   cudagraph_capture_sizes: list[int] | None = option(None, "Step sizes in tokens to capture at startup (default: none)")

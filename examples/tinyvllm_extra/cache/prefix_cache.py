@@ -26,6 +26,7 @@ def identity(engine: Engine) -> dict[str, str]:
   check(not any(state_shapes(engine.model_config)), f"{engine.path.name}: prefix caches of models with recurrent "
         "layers cannot be saved: their snapshots are in memory only")
   options = vars(engine.config)   # an LLMConfig's
+  check(not options["merge_lora"], "merge_lora: prefix caches of a model with an adapter cannot be saved: leave it out")
   layouts = collections.Counter(f"{x.dtype.name} {x.shape[1:]}" for x in cache_tensors(engine))
   values: JsonObject = {
     "format": FORMAT, "model": fingerprint(engine.path, engine.model_config),

@@ -69,6 +69,7 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights, Generic[T]):
   method = property(lambda self: self.quantization_config.get("quant_method"))
   tensors: Any                       # T by the names of the model's modules: tensors that no module has read yet
   take: Any = llama.Checkpoint.read  # name, *shape -> T: removes and returns a tensor
+  adapter: dict[str, tuple[np.ndarray, np.ndarray]] = {}   # A and B of matrices to merge, see adapters/lora.py
 
   # Defined by each format. stored_tensors: all tensors of the files by name; raises InputError for an unreadable file
   # or an unsupported dtype. format_of: the format of a matrix in the files, such as "awq int4, groups of 128".
@@ -110,6 +111,7 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights, Generic[T]):
             "free some, use quantization='int4' (--quantization int4) or choose a smaller model")
       raise
     self.check_unused(self.tensors)
+    check(not self.adapter, f"merge_lora: {next(iter(self.adapter), '')} is not a matrix of {self.path}")
 
   def array(self, name: str, *shape: int) -> np.ndarray:
     """Take a tensor as a memory map, bfloat16 as uint16. Add the model's offset to the weight of a norm."""
@@ -139,6 +141,16 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights, Generic[T]):
     order = row_order(self.model.config, name, len(x.q if isinstance(x, Quantized) else x))
     return x if order is None else map_rows(lambda rows: rows[order], x)
 
+  def merged(self, name: str, w: Matrix) -> Matrix:
+    """Return a matrix with its adapter, if it has one."""
+    if name not in self.adapter: return w
+    a, b = self.adapter.pop(name)
+    is_plain = not isinstance(w, Quantized) and self.method != "gguf"   # which has other orders of rows
+    check(is_plain, f"merge_lora: {name} is quantized or GGUF in {self.path}: use the original safetensors")
+    shape = len(b), a.shape[1]
+    check(isinstance(w, np.ndarray) and w.shape == shape, f"merge_lora: {name} is {list(shape)}, of another model")
+    return to_float32(np.asarray(w)) + b @ a
+
   def vectors(self, module: Module, suffix: str) -> list[np.ndarray]:
     """Read a norm's weight or a bias and return each device's shard. The first device adds the bias of partial sums."""
     num_devices = len(self.model.devices.names)
@@ -157,7 +169,7 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights, Generic[T]):
     columns = module.weight.max_numel() // module.out_features * (count if module.axis == 1 else 1)
     limit = self.hf_config["vocab_size"]
     whole = self.read_matrices({name: (n if in_layer else min(n, limit), columns) for name, n in rows.items()})
-    whole = [self.ordered(name, w) for name, w in zip(rows, whole, strict=True)]
+    whole = [self.ordered(name, self.merged(name, w)) for name, w in zip(rows, whole, strict=True)]
     if not supports_e4m3(): whole = [dequantize(w, self.dtype) if is_small_float(w) else w for w in whole]
     whole = [pad_rows(w, n) for w, n in zip(whole, rows.values(), strict=True)]
     splits = [split(w, count, module.axis, self.dtype) for w in whole]

@@ -1,0 +1,39 @@
+"""Adapters that PEFT writes (pip install --group formats), merged while a model loads. The reference is PEFT's own
+model."""
+import numpy as np
+import pytest
+from helpers.engines import ENGINE, LogitsRecorder
+from helpers.models import tiny_model
+
+from tinyvllm import LLM
+
+PROMPT = [5, 17, 99, 250, 31]
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("architecture,options", [
+  ("LlamaForCausalLM", {"target_modules": ALL, "lora_alpha": 32}),
+  ("Qwen2ForCausalLM", {"target_modules": ["q_proj", "v_proj"], "use_rslora": True}),
+  ("Qwen3ForCausalLM", {"target_modules": r".*layers\.1\.(self_attn|mlp)\.\w+_proj"}),
+  ("LlamaForCausalLM", {"target_modules": ALL, "rank_pattern": {"down_proj": 3, r"layers\.1\.self_attn\.[qk]_proj": 7},
+                        "alpha_pattern": {r"1\.mlp\.up_proj": 9, "up_proj": 40, "k_proj": 2}})])
+def test_merged_adapter_gives_the_ids_and_logits_of_peft(tmp_path, architecture, options):
+  import peft
+  import torch
+  import transformers
+  kind = architecture.removesuffix("ForCausalLM").lower()
+  folder = tiny_model(tmp_path / "model", architectures=[architecture], model_type=kind, head_dim=8)
+  torch.manual_seed(0)
+  plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+  model = peft.get_peft_model(plain, peft.LoraConfig(r=8, task_type="CAUSAL_LM", **options))
+  for name, x in model.named_parameters():
+    if "lora_" in name: torch.nn.init.normal_(x, std=0.3)
+  model.save_pretrained(tmp_path / "adapter")
+  ids, logits = [*PROMPT], []
+  with torch.no_grad():
+    for _ in range(8):
+      logits.append(model(torch.tensor([ids])).logits[0, -1].numpy())
+      ids.append(int(logits[-1].argmax()))
+  out, actual = LogitsRecorder(LLM(folder, merge_lora=str(tmp_path / "adapter"), **ENGINE)).generate(PROMPT, 8)
+  assert out == ids[len(PROMPT):]
+  np.testing.assert_allclose(actual, logits, atol=1e-4)
