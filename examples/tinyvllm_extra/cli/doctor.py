@@ -25,7 +25,7 @@ from tinyvllm_extra.programs import prepare_tuned_device, tiles_path
 LIMIT = 90   # timeout of a backend's process, in seconds
 BUFFER = 2**28   # maximum size of the bandwidth test's weights, in bytes
 INPUTS = 4096    # number of input features of the weights
-ROWS = (1, 8, 16, 32, 64)   # of --tune
+ROWS = (1, 8, 16, 32, 64)   # tokens of a step that --tune measures
 GAIN = 1.03      # minimum gain of a choice of tiles
 COPIES = 2**28   # bytes of a matrix's copies, more than caches hold
 KERNELS = 64     # products in a graph, so that it takes longer than its launch
