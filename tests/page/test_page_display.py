@@ -437,6 +437,7 @@ def test_page_shows_each_step_and_scrubs_ten_thousand(recorded, browser, tmp_pat
 
 
 def test_command_serves_the_page_at_an_address_with_a_secret(recorded):
+  signal.signal(signal.SIGINT, signal.default_int_handler)   # processes in a shell's background ignore it
   run = start_process("trace", "show", recorded[0], BROWSER="true")   # a browser that does nothing
   url = run.stdout.readline().strip()
   with urllib.request.urlopen(url) as answer: assert answer.read().decode() == player.page(str(recorded[0]))
