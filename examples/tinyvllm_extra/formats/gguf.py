@@ -328,7 +328,7 @@ class GGUFCheckpoint(weights.FastCheckpoint[GGUFTensor]):
   def format_of(self, tensor: GGUFTensor) -> str: return f"GGUF {tensor.tensor_type.name}"
 
   def read_matrices(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
-    """Read matrices in their `common_format`. `stack` makes float32 of those with different dtypes."""
+    """Read matrices in their `common_format`. If their dtypes differ, `stack` converts them to float32."""
     tensors = [self.take(f"{name}.weight", *shape) for name, shape in shapes.items()]
     common = common_format([tensor.tensor_type for tensor in tensors])
     return [tensor.read_matrix(common) for tensor in tensors]

@@ -63,7 +63,7 @@ T = TypeVar("T", bound=StoredTensor)
 
 class FastCheckpoint(llama.Checkpoint, StoredWeights, Generic[T]):
   """A checkpoint whose weights are split for several devices and quantized while they load. A module's `load` gets them
-  in these steps: read (defined by each format), order, pad, split, quantize, and place on the devices."""
+  in these steps: read (defined by each format), merge, order, pad, split, quantize, and place on the devices."""
   quantization: str | None           # LLM's option
   quantization_config = property(lambda self: self.hf_config.get("quantization_config") or {})
   method = property(lambda self: self.quantization_config.get("quant_method"))
@@ -132,7 +132,8 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights, Generic[T]):
     """Read a tensor for a core module, dequantized."""
     module, _, suffix = name.rpartition(".")
     is_matrix = suffix == "weight" and len(shape) == 2
-    x = self.read_matrices({module: (shape[0], shape[1])})[0] if is_matrix else self.array(name, *shape)
+    x = self.array(name, *shape) if not is_matrix else self.merged(
+      module, self.read_matrices({module: (shape[0], shape[1])})[0])
     array = dequantize(self.ordered(module, x), self.dtype)
     return Tensor(to_float32(array) if array.dtype == np.uint16 else np.asarray(array))
 

@@ -109,7 +109,7 @@ def qwen3_5(hf: JsonObject) -> JsonObject:
 
 
 def named(path: str) -> Any:
-  """Return a function or a class of this package. path: as "recurrent.HybridLayer"."""
+  """Return a function or a class of this package. path: such as "recurrent.HybridLayer"."""
   return pkgutil.resolve_name(f"{__package__}.{path}")
 
 

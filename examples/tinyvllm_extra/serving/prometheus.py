@@ -41,7 +41,7 @@ class Metrics(registry.Collector):
     metrics = self.engine_metrics()
     config = metrics.get("cache_config", {})
     labels = {ACCEPTED: ["position"], "cache_config_info": [*config]}
-    # By name: values of these labels, and the other arguments of add_metric
+    # By name: the labels' values, and the other arguments of add_metric
     rows: dict[str, list] = {name: [([], metrics.get(name, 0))] for kind in FAMILIES for name in TEXTS[kind]}
     rows[ACCEPTED] = [([str(position)], count) for position, count in enumerate(metrics.get(ACCEPTED, []))]
     rows["cache_config_info"] = [(map(str, config.values()), 1.0)] if config else []
