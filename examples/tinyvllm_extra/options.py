@@ -1,5 +1,6 @@
-"""Options of `tinyvllm.LLM` that only the extension understands, under vLLM's names."""
-import dataclasses, functools, inspect, logging, warnings
+"""Options of `tinyvllm.LLM` that only the extension understands, under vLLM's names; logging; imports of packages that
+only an extra of tinyvllm installs, when a feature first needs them."""
+import dataclasses, functools, importlib, inspect, logging, types, warnings
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec
 
@@ -70,3 +71,15 @@ def setup_logging(is_server: bool = False) -> None:
   if is_server: logging.basicConfig(format="%(asctime)s %(levelname)-7s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
   else: logger.addHandler(logging.StreamHandler())
   logger.setLevel(logger.level or logging.INFO)
+
+
+class MissingPackage(ImportError):
+  """A package of an extra is not installed. Reported as HTTP 501, or as one line and exit code 1."""
+
+
+def optional(module: str, extra: str, feature: str) -> types.ModuleType:
+  """Import and return a module for `feature`. Raises MissingPackage naming the extra to install."""
+  try: return importlib.import_module(module)
+  except ModuleNotFoundError as error:
+    package = (error.name or module).partition(".")[0]
+    raise MissingPackage(f"{feature} needs {package}: pip install 'tinyvllm[{extra}]'") from error

@@ -29,8 +29,7 @@ from tinyvllm import LLM, SamplingParams, __version__, generate, generate_stream
 from tinyvllm.config import Options, option
 from tinyvllm_extra.cli import bench, flags as product
 from tinyvllm_extra.cli.flags import BenchConfig, CommandParser, HelpFormatter, add_flags, integer, select_options
-from tinyvllm_extra.options import LLMConfig, setup_logging
-from tinyvllm_extra.packages import MissingPackage, optional
+from tinyvllm_extra.options import LLMConfig, MissingPackage, optional, setup_logging
 from tinyvllm_extra.serving.app import ServerConfig
 
 # sampling: flags and fields of SamplingParams. refused: words of the message by command line. unknown: command lines

@@ -25,7 +25,7 @@ PATCHES = f"{EXTRA}.kernels.tinygrad_patches"
 PUBLIC = {f"tinygrad.{name}" for name in (
   "Context", "Device", "Tensor", "TinyJit", "UOp", "dtypes", "function", "helpers", "nn")}
 # Rooms and modules of the extension, the lowest first: each imports only from its own floor and the ones below
-FLOORS = [f"{EXTRA}.packages {EXTRA}.options {EXTRA}.host_memory {EXTRA}.graph_policy {EXTRA}",
+FLOORS = [f"{EXTRA}.options {EXTRA}.host_memory {EXTRA}.graph_policy {EXTRA}",
           f"{EXTRA}.text", f"{EXTRA}.models", f"{EXTRA}.kernels {EXTRA}.programs", f"{EXTRA}.formats",
           f"{EXTRA}.sampling", f"{EXTRA}.cache", f"{EXTRA}.pooling", f"{EXTRA}.trace", f"{EXTRA}.adapters",
           f"{EXTRA}.llm {EXTRA}.serving.engine_metrics {EXTRA}.vllm_options {EXTRA}.captures",

@@ -15,13 +15,13 @@ import os, subprocess, sys
 
 from tinyvllm import __version__
 from tinyvllm.config import JsonObject
-from tinyvllm_extra import options, packages
+from tinyvllm_extra import options
 from tinyvllm_extra.sampling.params import SamplingParams
 from tinyvllm_extra.serving.server_config import ServerConfig
 
 from .flags import FLAGS, BenchConfig, CommandParser, add_flags, parse_flags
 
-FAILURES = (ValueError, packages.MissingPackage, RuntimeError, subprocess.CalledProcessError)   # printed in one line
+FAILURES = (ValueError, options.MissingPackage, RuntimeError, subprocess.CalledProcessError)   # printed in one line
 OPTIONS = {x.__name__: x for x in (options.LLMConfig, SamplingParams, ServerConfig, BenchConfig)}
 
 
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
       argv = (sys.argv[1:] if argv is None else argv) or ["--help"]
       args |= parse_flags(make_parser(argv), argv)
-      return packages.optional(args["module"], args["extra"], f"tinyvllm {args['command']}").main(args) or 0
+      return options.optional(args["module"], args["extra"], f"tinyvllm {args['command']}").main(args) or 0
     finally: sys.stdout.flush()
   except KeyboardInterrupt: return 130
   except BrokenPipeError:   # the reader, such as head, has closed the pipe

@@ -5,8 +5,8 @@ from types import UnionType
 from typing import Any, NoReturn, get_args, get_origin
 
 from tinyvllm.config import InputError, JsonObject, Options, check, logger, option, read_json
-from tinyvllm_extra.options import LLMConfig
-from tinyvllm_extra import packages, vllm_options
+from tinyvllm_extra.options import LLMConfig, optional
+from tinyvllm_extra import vllm_options
 
 # Groups of --help (only --help-all shows other flags), variables: arguments of add_argument, by name; llama.cpp's
 # letters, units of integers, `tinyvllm run`'s defaults, values of a bool's environment variable, and commands:
@@ -178,7 +178,7 @@ def parse_value(text: str) -> object:
 
 def read_config(path: str) -> list[str]:
   """Return the options in a YAML file as a command line. Raises InputError for a file that is not of options."""
-  yaml = packages.optional("yaml", "server", "--config")
+  yaml = optional("yaml", "server", "--config")
   try: content = yaml.safe_load(pathlib.Path(path).expanduser().read_text())
   except (OSError, yaml.YAMLError) as error: raise InputError(f"config={path!r} cannot be read: {error}") from error
   check(isinstance(content, dict), f"config={path!r} must hold lines `option: value`")

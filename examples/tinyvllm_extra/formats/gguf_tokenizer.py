@@ -6,7 +6,7 @@ from typing import Any
 from sentencepiece import SentencePieceProcessor
 
 from tinyvllm.config import InputError, JsonObject, check, read_json
-from tinyvllm_extra.packages import optional
+from tinyvllm_extra.options import optional
 from tinyvllm_extra.text.huggingface import ChatTokenizer, wrap, wrap_sentencepiece
 
 # Regular expressions that split text before BPE merges, by tokenizer.ggml.pre; "": GPT-2's

@@ -7,8 +7,7 @@ from tinygrad.helpers import size_to_str
 
 from tinyvllm.config import InputError, JsonObject, check, logger, read_json
 from tinyvllm_extra.kernels.cuda_source import has_wgmma, speaks_c
-from tinyvllm_extra.options import LLMConfig, setup_logging
-from tinyvllm_extra.packages import optional
+from tinyvllm_extra.options import LLMConfig, optional, setup_logging
 
 from . import fit, gguf
 from .weights import FastCheckpoint, SafetensorsCheckpoint

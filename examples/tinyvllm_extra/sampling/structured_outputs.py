@@ -8,7 +8,7 @@ import numpy as np
 from sentencepiece import SentencePieceProcessor
 
 from tinyvllm.config import InputError, JsonObject, check, has_type, read_json
-from tinyvllm_extra.packages import optional
+from tinyvllm_extra.options import optional
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 
 # Keywords of JSON Schema whose values are schemas, or objects of schemas (maps); formats that llguidance knows;

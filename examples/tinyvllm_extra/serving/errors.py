@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from starlette import routing, types
 
 from tinyvllm.config import InputError, JsonObject, logger, read_json
-from tinyvllm_extra.packages import MissingPackage
+from tinyvllm_extra.options import MissingPackage
 
 from .async_engine import StepError
 

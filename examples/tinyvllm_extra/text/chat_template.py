@@ -5,7 +5,7 @@ import datetime, functools, json, pathlib, re
 from collections.abc import Callable, Iterator
 
 from tinyvllm.config import InputError, JsonObject, check
-from tinyvllm_extra.packages import optional
+from tinyvllm_extra.options import optional
 
 END = "\ue0ff "   # end of a message to continue: a private character, and a space that shows whether spaces are kept
 # The tag {% generation %}, which marks an answer for training, is only a scope here

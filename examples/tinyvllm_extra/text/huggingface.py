@@ -8,7 +8,7 @@ from sentencepiece import SentencePieceProcessor
 
 from tinyvllm import tokenizer
 from tinyvllm.config import JsonObject, check, read_json
-from tinyvllm_extra.packages import optional
+from tinyvllm_extra.options import optional
 
 from . import chat_template
 
