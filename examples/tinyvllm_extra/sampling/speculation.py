@@ -19,8 +19,6 @@ from tinyvllm_extra.models import find_model
 from tinyvllm_extra.models.recurrent import state_shapes
 from tinyvllm_extra.options import FORMATS
 
-from .params import SamplingParams
-
 
 @dataclasses.dataclass(frozen=True)
 class SpeculativeConfig(Options):
@@ -52,18 +50,14 @@ class Drafter:
   """Drafts for a sequence and tracks its acceptance rate, which limits the number of draft tokens. This class returns
   placeholders for a draft model's tokens."""
   def __init__(self, config: SpeculativeConfig, params: request.SamplingParams):
-    self.params = (dataclasses.replace(params, logprobs=None, prompt_logprobs=None)   # the draft model's
-                   if isinstance(params, SamplingParams) else params)
+    self.params = copy.copy(params)   # the draft model's, without log probabilities
+    vars(self.params).update(logprobs=None, prompt_logprobs=None)
     self.max_draft_tokens = config.num_speculative_tokens or 0   # by now not None
     self.rate = INITIAL_RATE
 
   def update(self, num_proposed: int, num_accepted: int) -> None:
     """Update the acceptance rate. Draft tokens after a rejected one were not verified."""
     self.rate = (4 * self.rate + num_accepted) / (4 + min(num_proposed, num_accepted + 1))
-
-  def decay(self) -> None:
-    """Raise the acceptance rate slowly in a step without draft tokens, so that the sequence drafts again later."""
-    self.rate += (INITIAL_RATE - self.rate) / 256
 
   def num_to_draft(self) -> int: return self.max_draft_tokens if self.rate > 0.1 else 0
   def needs_sync(self, seq: Sequence) -> bool: return True
@@ -167,23 +161,22 @@ class SpeculativeProposer:
   def choose_drafts(self, batch: dict[Sequence, int], budget: int) -> dict[Sequence, list[int]]:
     """Return draft tokens for sequences that sample a token in this step: the most probable ones, as many as maximize
     tokens per time within the budget."""
-    seqs = [seq for seq, n in batch.items() if n == seq.num_remaining and not seq.num_in_flight
-            and not (seq.processor and seq.processor.depends_on_output)]
-    drafters = [*map(self.drafter, seqs)]
-    drafts = [drafter.propose(seq.tokens, min(drafter.num_to_draft(), seq.max_len - seq.length - 1))
-              for seq, drafter in zip(seqs, drafters, strict=True)]
-    # (probability that a draft token and all before it are accepted, its index, index of its sequence)
-    candidates = sorted(((drafters[k].rate ** (i + 1), i, k) for k, tokens in enumerate(drafts)
+    drafters = {seq: self.drafter(seq) for seq, n in batch.items() if n == seq.num_remaining and not seq.num_in_flight
+                and not (seq.processor and seq.processor.depends_on_output)}
+    drafts = {seq: drafter.propose(seq.tokens, min(drafter.num_to_draft(), seq.max_len - seq.length - 1))
+              for seq, drafter in drafters.items()}
+    # (probability that a draft token and all before it are accepted, its index, its sequence)
+    candidates = sorted(((drafters[seq].rate ** (i + 1), i, seq) for seq, tokens in drafts.items()
                      for i in range(len(tokens))), reverse=True)[:max(0, min(budget, DRAFT_ROWS - len(batch)))]
     num_expected = [*itertools.accumulate((p for p, *_ in candidates), initial=len(batch))]   # by number of drafts
     draft_steps = [*itertools.accumulate((i + 1 for _, i, _ in candidates), max, initial=0)]
     num_tokens = sum(batch.values())
     def throughput(n: int) -> float:
       return num_expected[n] / (step_time(next_power_of_two(num_tokens + n)) + self.draft_time * draft_steps[n])
-    counts = collections.Counter(k for *_, k in candidates[:max(range(len(num_expected)), key=throughput)])
-    for k, drafter in enumerate(drafters):
-      if not counts[k]: drafter.decay()
-    return {seqs[k]: drafts[k][:n] for k, n in counts.items() if n}
+    counts = collections.Counter(seq for *_, seq in candidates[:max(range(len(num_expected)), key=throughput)])
+    for seq, drafter in drafters.items():   # without draft tokens the rate rises slowly, so that it drafts again later
+      if seq not in counts: drafter.rate += (INITIAL_RATE - drafter.rate) / 256
+    return {seq: drafts[seq][:n] for seq, n in counts.items()}
 
   def update(self, engine: Engine, results: Results) -> None:
     """Verify the draft tokens, then append the new tokens one at a time, as each may end a sequence."""
@@ -250,11 +243,9 @@ def load_draft_model(target: LoadedModel, config: SpeculativeConfig, num_bytes: 
   check(model_config.vocab_size == vocab_size, f"{prefix} has a vocab_size of {model_config.vocab_size}, the target "
         f"{vocab_size}: choose one of the same family")
   if any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-    tokenizer = checkpoint.tokenizer()
-    decode = target.tokenizer.decode
-    differences = [i for i in range(0, vocab_size, 17) if tokenizer.decode([i], False) != decode([i], False)]
-    check(not differences, f"{prefix} has another vocabulary (id {differences[:1]} has different text): choose one of "
-          "the same family")
+    own = checkpoint.tokenizer()
+    ids = [i for i in range(0, vocab_size, 17) if own.decode([i], False) != target.tokenizer.decode([i], False)]
+    check(not ids, f"{prefix} has another vocabulary (id {ids[:1]} has different text): choose one of the same family")
   limit = model_config.max_position_embeddings
   check(limit >= (target.config.max_model_len or math.inf), f"{prefix} needs max_model_len={limit} or less")
   model = model_class(model_config, getattr(dtypes, target.config.dtype), target.backend, backend.Devices())

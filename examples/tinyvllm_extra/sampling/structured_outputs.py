@@ -52,7 +52,7 @@ class StructuredOutputsParams:
     library = optional("llguidance", "grammar", "structured output")
     text = value if isinstance(value, str) else json.dumps({"type": "object"} if name == "json_object" else value)
     check(len(text) <= MAX_SIZE, f"structured_outputs: {name} has {len(text)} characters: use at most {MAX_SIZE}")
-    vocabulary = load_vocabulary(tokenizer, vocab_size, eos_token_ids)
+    vocabulary = load_vocabulary(library, tokenizer, vocab_size, eos_token_ids)
     try: matcher = library.LLMatcher(vocabulary, self.compile(library, name, text, tokenizer), log_level=0)
     except (ValueError, AssertionError) as e: raise InputError(f"structured_outputs: {name}: {e}") from e
     except (TypeError, AttributeError, KeyError, RecursionError) as e:
@@ -166,11 +166,10 @@ class Vocabulary:
 
 
 @functools.lru_cache(maxsize=8)   # takes a second, once for each model
-def load_vocabulary(tokenizer: ChatTokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Any:
-  """Return llguidance's LLTokenizer, which parses tokenizer.json itself."""
+def load_vocabulary(library: ModuleType, tokenizer: ChatTokenizer, vocab_size: int, ends: tuple[int, ...]) -> Any:
+  """Return an LLTokenizer of llguidance, which parses tokenizer.json itself. ends: the model's end tokens."""
   model = tokenizer.library
   vocabulary = Vocabulary(model, tokenizer) if isinstance(model, SentencePieceProcessor) else model.to_str()
-  library = optional("llguidance", "grammar", "structured output")
-  llg_tokenizer = library.LLTokenizer(vocabulary, vocab_size, list(eos_token_ids))
+  llg_tokenizer = library.LLTokenizer(vocabulary, vocab_size, [*ends])
   if isinstance(vocabulary, Vocabulary): vocabulary.library = llg_tokenizer
   return llg_tokenizer
