@@ -148,7 +148,7 @@ class MessagesBuilder(BlockBuilder):
   def stop(self) -> dict[str, str | None]:
     if not self.end: return {"stop_reason": None, "stop_sequence": None}
     sequence = self.end.stop_reason if isinstance(self.end.stop_reason, str) else None
-    has_calls = any(block.kind == "call" for block in self.blocks)
+    has_calls = any(block["$kind"] == "call" for block in self.blocks)
     reason = "tool_use" if has_calls else "stop_sequence" if sequence else "end_turn"
     return {"stop_reason": "max_tokens" if self.is_cut else reason, "stop_sequence": sequence}
 

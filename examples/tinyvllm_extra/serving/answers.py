@@ -223,23 +223,20 @@ class ChatBuilder(ChoicesBuilder):
 
   def content(self, index: int, completion: CompletionOutput) -> JsonObject:
     """Return the field of a choice object that holds its new text and calls."""
-    texts = {"content": "", "reasoning": ""}
-    calls: list[JsonObject] = []
-    for kind, text in self.parsers[index].feed(completion.text, bool(completion.finish_reason)):
-      if kind in texts: texts[kind] += text
-      elif kind == "call": calls.append({"id": f"call_{uuid.uuid4().hex}", "type": "function",
-                                         "function": {"name": text, "arguments": ""}})
-      else: calls[-1]["function"]["arguments"] += text   # a call and its arguments arrive together
-    fields: JsonObject = {"reasoning_content": texts["reasoning"], "reasoning": texts["reasoning"]}
-    if not texts["reasoning"] or self.body.include_reasoning is False: fields = {}
-    if calls: fields["tool_calls"] = calls
-    start = self.num_calls[index]
+    events = self.parsers[index].feed(completion.text, bool(completion.finish_reason))
+    texts = {kind: [text for x, text in events if x == kind] for kind in ("content", "reasoning", "call", "arguments")}
+    content, reasoning = "".join(texts["content"]), "".join(texts["reasoning"])
+    calls: list[JsonObject] = [   # a call and its arguments arrive together
+      {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": {"name": name, "arguments": arguments}}
+      for name, arguments in zip(texts["call"], texts["arguments"], strict=True)]
+    if self.body.stream: calls = [{"index": i, **call} for i, call in enumerate(calls, self.num_calls[index])]
     self.num_calls[index] += len(calls)
+    fields: JsonObject = {"reasoning_content": reasoning, "reasoning": reasoning}
+    if not reasoning or self.body.include_reasoning is False: fields = {}
+    if calls: fields["tool_calls"] = calls
     if not self.body.stream:
-      content = self.echoed + texts["content"] or (None if fields else "")
-      return {"message": {"role": self.role, "content": content, **fields}}
-    if calls: fields["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls, start)]
-    if texts["content"] or not fields: fields["content"] = texts["content"]
+      return {"message": {"role": self.role, "content": self.echoed + content or (None if fields else ""), **fields}}
+    if content or not fields: fields["content"] = content
     return {"delta": fields}
 
   def logprobs(self, token: Token) -> JsonObject:
@@ -252,14 +249,6 @@ class ChatBuilder(ChoicesBuilder):
     k = self.job.params.logprobs or 0
     best = sorted((i for i in rows if k == -1 or rows[i].rank <= k), key=lambda i: (rows[i].rank, i))
     return {**entry(token.id), "top_logprobs": [*map(entry, best)]}
-
-
-@dataclasses.dataclass
-class Block:
-  kind: str   # content, reasoning or call
-  id: str
-  name: str = ""   # function name of a call
-  text: str = ""   # text so far; for a call, its arguments
 
 
 def fill(template: object, values: JsonObject) -> Any:
@@ -278,7 +267,7 @@ class BlockBuilder:
   def __init__(self, job: Job):
     self.job = job
     self.parser, = job.parsers()
-    self.blocks: list[Block] = []
+    self.blocks: list[JsonObject] = []   # values by name; of a call, $text is its arguments
     self.end: CompletionOutput | None = None   # the last output
 
   is_cut = property(lambda self: self.end is not None and self.end.finish_reason != "stop")
@@ -290,37 +279,34 @@ class BlockBuilder:
 
   def events(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
     """Add a completion's new text to the blocks, and return the events."""
-    events: list[bytes] = []
+    events = b""
     for kind, text in self.parser.feed(completion.text, bool(completion.finish_reason)):
       if kind == "call": events += self.start(kind, text)
-      elif kind != "arguments" and (not self.blocks or kind != self.blocks[-1].kind): events += self.start(kind)
+      elif kind != "arguments" and (not self.blocks or kind != self.blocks[-1]["$kind"]): events += self.start(kind)
       if kind == "call": continue
-      self.blocks[-1].text += text
-      events.append(self.write("delta", self.blocks[-1], text))
-    if completion.finish_reason:
-      if not self.blocks: events += self.start("content")
-      self.end = completion
-      events.append(self.write("closing", self.blocks[-1]))
-    return b"".join(events)
+      self.blocks[-1]["$text"] += text
+      if kind == "arguments": self.blocks[-1]["$arguments"] = chat_template.parse_arguments(text)   # all of them
+      events += self.write("delta", text)
+    if not completion.finish_reason: return events
+    if not self.blocks: events += self.start("content")
+    self.end = completion
+    if self.is_cut: self.blocks[-1]["$status"] = "incomplete"
+    return events + self.write("closing")
 
-  def start(self, kind: str, name: str = "") -> list[bytes]:
-    """Close the last block and open a new one."""
-    closing = [self.write("closing", block) for block in self.blocks[-1:]]
-    self.blocks.append(Block(kind, uuid.uuid4().hex, name))
-    return [*closing, self.write("opening", self.blocks[-1])]
+  def start(self, kind: str, name: str = "") -> bytes:
+    """Close the last block and open a new one. name: of a call's function."""
+    closing = self.write("closing") if self.blocks else b""
+    self.blocks.append({"$kind": kind, "$id": uuid.uuid4().hex, "$index": len(self.blocks), "$name": name,
+                        "$text": "", "$arguments": {}, "$status": "completed"})
+    return closing + self.write("opening")
 
-  def values(self, block: Block) -> JsonObject:
-    is_cut = self.is_cut and block is self.blocks[-1]
-    arguments = chat_template.parse_arguments(block.text) if block.kind == "call" else {}   # they arrive at once
-    return {"$id": block.id, "$index": self.blocks.index(block), "$name": block.name, "$text": block.text,
-            "$arguments": arguments, "$status": "incomplete" if is_cut else "completed"}
+  def item(self, block: JsonObject) -> JsonObject: return fill(self.templates[block["$kind"]]["whole"], block)
 
-  def item(self, block: Block) -> JsonObject: return fill(self.templates[block.kind]["whole"], self.values(block))
-
-  def write(self, step: str, block: Block, delta: str = "") -> bytes:
-    """Return the events of a block: its opening, a delta or its closing."""
-    values = {**self.values(block), "$delta": delta, "$block": self.item(block) if step == "closing" else {}}
-    return b"".join(map(self.event, fill(self.templates[block.kind][step], values)))
+  def write(self, step: str, delta: str = "") -> bytes:
+    """Return the events of the last block: its opening, a delta or its closing."""
+    block = self.blocks[-1]
+    values = {**block, "$delta": delta, "$block": self.item(block) if step == "closing" else {}}
+    return b"".join(map(self.event, fill(self.templates[block["$kind"]][step], values)))
 
   def first_events(self, output: RequestOutput) -> bytes:
     values = {"$id": self.job.id, "$whole": self.whole()}
