@@ -104,14 +104,12 @@ def save_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
     target = replaceable(path)
     pool = engine.blocks
     in_use = [block for seq in engine.scheduler.running for block in seq.block_table]
-    most_recent = dict.fromkeys([*in_use, *reversed(pool.evictable)])
-    cached = [block for block in most_recent if pool.is_cached(block)]
+    cached = [block for block in dict.fromkeys([*in_use, *reversed(pool.evictable)]) if pool.is_cached(block)]
     if not cached: return 0
     with replacing(target) as file:
       blocks = Blocks(engine)
       parts = (blocks.read(cached[i:i + blocks.count]) for i in range(0, len(cached), blocks.count))
-      keys = [pool.block_hashes[block] for block in cached]
-      write_blocks(file, identity(engine), keys, blocks.row_bytes, parts)
+      write_blocks(file, identity(engine), [pool.block_hashes[block] for block in cached], blocks.row_bytes, parts)
   logger.info(f"prefix cache: {len(cached)} blocks, {target.stat().st_size / 2**20:.0f} MiB, written to {path} in "
               f"{time.perf_counter() - started:.1f} s")
   return len(cached)

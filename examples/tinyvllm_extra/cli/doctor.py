@@ -206,8 +206,7 @@ def read_model(path: pathlib.Path) -> tuple[JsonObject, JsonObject]:
   description = {"checkpoint": checkpoint.describe()} if has_weights else {}
   if not isinstance(checkpoint, gguf.GGUFCheckpoint) or checkpoint.method != "gguf": return hf, description
   matrices = [x for name, x in checkpoint.all_tensors.items() if ".layers." in name and len(x.shape) == 2]
-  bits = np.average([getattr(x.tensor_type.quant_format, "bits", 16) for x in matrices],
-                    weights=[np.prod(x.shape) for x in matrices])
+  bits = np.average([x.tensor_type.bits for x in matrices], weights=[np.prod(x.shape) for x in matrices])
   return hf | {"quantization_config": {"bits": 4 if bits < 6 else 8}}, description
 
 

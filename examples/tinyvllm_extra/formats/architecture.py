@@ -3,7 +3,6 @@ format of sentence-transformers. An embedding is the hidden state of the last to
 import dataclasses, pathlib
 from typing import Any
 
-from tinygrad import Tensor
 from tinygrad.dtype import DType
 
 from tinyvllm.backend import Backend, Devices
@@ -17,9 +16,8 @@ MODULES = {"Transformer", "Pooling", "Normalize"}   # sentence-transformers' mod
 
 def text_config(hf: JsonObject) -> JsonObject:
   """Return the config of a model or of its part for text, without null fields."""
-  text = {x: value for x, value in (hf.get("text_config") or {}).items() if value is not None}
-  own = {x: hf[x] for x in ("architectures", "eos_token_id", "tie_word_embeddings") if hf.get(x) is not None}
-  return {x: value for x, value in {**hf, **text, **own}.items() if value is not None}
+  own = {x: hf.get(x) for x in ("architectures", "eos_token_id", "tie_word_embeddings")}
+  return {x: value for part in (hf, hf.get("text_config") or {}, own) for x, value in part.items() if value is not None}
 
 
 class Embedder(Llama):
@@ -27,8 +25,7 @@ class Embedder(Llama):
   def __init__(self, config: ModelConfig, dtype: DType, backend: Backend, devices: Devices):
     check_one_device(len(devices.names), " for an embedding model")
     super().__init__(dataclasses.replace(config, tie_word_embeddings=True), dtype, backend, devices)
-    def identity(h: Tensor, dtype: DType) -> Tensor: return h.cast(dtype).contiguous()
-    self.lm_head = identity   # type: ignore[assignment]
+    self.lm_head = lambda h, dtype: h.cast(dtype).contiguous()   # type: ignore[assignment]
 
   __call__ = Llama.__call__   # hidden states are not scaled as LlamaVariant's logits
 

@@ -91,9 +91,8 @@ def weight_bytes(weights: list[Weight], quantization: str | None = None, itemsiz
   """Return the bytes of weights on a device: floats take at most `itemsize` each, and matrices of layers fewer with the
   quantization "int8" or "int4". Another value changes nothing."""
   def size(x: Weight) -> float:
-    can_quantize = is_in_layer(x.name) and x.num_axes > 1
-    bits = QUANTIZED.get(quantization or "", 8 * itemsize) if can_quantize else 8 * itemsize
-    return min(x.nbytes, x.num_elements * bits / 8) if x.is_float else x.nbytes
+    bits = QUANTIZED.get(quantization or "") if is_in_layer(x.name) and x.num_axes > 1 else None
+    return min(x.nbytes, x.num_elements * (bits or 8 * itemsize) / 8) if x.is_float else x.nbytes
   return int(sum(map(size, weights)))
 
 

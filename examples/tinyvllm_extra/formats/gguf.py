@@ -20,7 +20,8 @@ from .gguf_tokenizer import make_tokenizer
 # own_names: of an architecture. windowed: of files with a sliding window. permuted: the two rows that RoPE rotates are
 # adjacent in the file. missing: tensors that an architecture, or some of its layers, lack. layer_types: keys of a value
 # for each layer, 0 or not. fixed: fields of config.json. partial: a part of a head may rotate. end_tokens: they end a
-# turn in files without tokenizer.ggml.eot_token_id, as in llama.cpp (src/llama-vocab.cpp)
+# turn in files without tokenizer.ggml.eot_token_id, as in llama.cpp (src/llama-vocab.cpp). types: see TensorType, by
+# GGUF type id. other_types: names of those that are not supported
 TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")   # in every part of a split model
@@ -28,53 +29,40 @@ SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")   # in every par
 
 # Tensor types (ggml-common.h): the layouts of their blocks, and their weights as q * scale + offset
 
-class Format(NamedTuple):
-  """The integer format of a quantized weight."""
-  bits: int
-  group_size: int    # inputs that share a scale
-  has_offset: bool
-
-
-class Packing(NamedTuple):
-  """The packing of integers: value = low + (high << bits of low) - zero_point."""
-  low: tuple[int, int] = (16, 4)           # arguments of `unpack_planes` for the field NAME
-  high: tuple[int, int] | None = None      # and for NAME_high, if it exists
-  zero_point: int = 0
-
-
 class TensorType(NamedTuple):
   """The layout of a GGUF tensor type: a row is a sequence of blocks of `inputs` weights, each a numpy record of
   `fields`, named as in ggml: q, d (scale), m (offset) or dmin (minus offset), and scales (factors of d, then dmin)."""
   name: str
   inputs: int
   fields: DTypeLike
-  quant_format: Format | None = None   # None: not quantized
-  q: Packing = Packing()
-  scales: Packing | None = None        # None: none, or as `unpack_k_scales` reads them
-  levels: Sequence[int] = ()           # value of each q; (): q itself
+  bits: int = 16             # per weight in the model
+  group_size: int = 0        # inputs that share a scale; 0: not quantized
+  has_offset: bool = False
+  q: tuple = ((16, 4),)      # arguments of `unpack`
+  scales: tuple = ()         # likewise; (): none, or as `unpack_k_scales` reads them
+  levels: Sequence[int] = ()   # value of each q; (): q itself
 
 
 SIGNS = {"d": 1, "m": 1, "dmin": -1}
-NESTED = {"quant_format": Format, "q": Packing, "scales": Packing}   # fields of a TensorType that are lists in the file
-# By GGUF type id; lists are arguments. numpy has no bfloat16. levels: kvalues_iq4nl in ggml-common.h
-TYPES = {int(type_id): TensorType(**{key: NESTED[key](*x) if key in NESTED else x for key, x in row.items()})
-         for type_id, row in read_json(pathlib.Path(__file__).with_name("gguf_types.json")).items()}
+# numpy has no bfloat16. levels: kvalues_iq4nl in ggml-common.h
+TYPES = {int(type_id): TensorType(**row) for type_id, row in TABLES["types"].items()}
 
 
 def unpack_planes(data: np.ndarray, width: int, bits: int) -> np.ndarray:
   """Unpack uint8, (..., n), to (..., n * 8 / bits): of every `width` bytes first their lowest `bits` bits, then the
   next ones."""
-  shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-  planes = data.reshape(*data.shape[:-1], -1, 1, width) >> shifts
+  planes = data.reshape(*data.shape[:-1], -1, 1, width) >> np.arange(0, 8, bits, dtype=np.uint8)[:, None]
   planes &= np.uint8(2**bits - 1)
   return planes.reshape(*data.shape[:-1], -1)
 
 
-def unpack(blocks: np.ndarray, name: str, packing: Packing) -> np.ndarray:
-  """Return the integers of a field, (..., n) int8."""
-  values = unpack_planes(blocks[name], *packing.low)
-  if packing.high: values |= unpack_planes(blocks[f"{name}_high"], *packing.high) << np.uint8(packing.low[1])
-  values -= np.uint8(packing.zero_point)
+def unpack(blocks: np.ndarray, name: str, low: Sequence[int], high: Sequence[int] | None = None,
+           zero_point: int = 0) -> np.ndarray:
+  """Return the integers of a field, (..., n) int8: low + (high << bits of low) - zero_point. low, high: arguments of
+  `unpack_planes`, width and bits, for the field `name` and, if it exists, for the field NAME_high."""
+  values = unpack_planes(blocks[name], *low)
+  if high: values |= unpack_planes(blocks[f"{name}_high"], *high) << np.uint8(low[1])
+  values -= np.uint8(zero_point)
   return values.view(np.int8)
 
 
@@ -89,26 +77,17 @@ def unpack_k_scales(data: np.ndarray) -> np.ndarray:
 def decode(tensor_type: TensorType, blocks: np.ndarray) -> Quantized:
   """Return int8 weights with float32 scales and offsets. blocks: (rows, blocks per row)."""
   fields = blocks.dtype.names or ()
-  q = unpack(blocks, "q", tensor_type.q)
+  q = unpack(blocks, "q", *tensor_type.q)
   if tensor_type.levels:   # indexing an array would convert q to int64
     levels = np.array(tensor_type.levels, np.int8).tobytes().ljust(256)
     q = np.frombuffer(bytearray(q).translate(levels), np.int8)
   terms = [blocks[name].astype(np.float32)[..., None] * sign for name, sign in SIGNS.items() if name in fields]
   if "scales" in fields:
     packing = tensor_type.scales
-    scales = unpack(blocks, "scales", packing) if packing else unpack_k_scales(blocks["scales"])
+    scales = unpack(blocks, "scales", *packing) if packing else unpack_k_scales(blocks["scales"])
     terms = [x * y for x, y in zip(terms, np.split(scales, len(terms), -1), strict=True)]
   q, scale, *offset = [x.reshape(len(blocks), -1) for x in (q, *terms)]
   return Quantized(q, scale, offset[0] if offset else None, np.arange(q.shape[1]))
-
-
-def common_format(types: Sequence[TensorType]) -> Format | None:
-  """Return the format for matrices that are fused, which represents each exactly: the most bits and the smallest group.
-  None if one of them is not quantized: then all are dequantized."""
-  formats = [tensor_type.quant_format for tensor_type in types if tensor_type.quant_format]
-  if len(formats) < len(types): return None
-  bits, group_sizes, has_offset = zip(*formats, strict=True)
-  return Format(max(bits), min(group_sizes), any(has_offset))
 
 
 # Files
@@ -126,20 +105,20 @@ class GGUFTensor(weights.StoredTensor):
     shape = (*self.shape[:-1], self.shape[-1] // self.tensor_type.inputs)
     return self.convert(np.memmap(self.path, self.dtype, "c", self.start, shape))
 
-  def read_matrix(self, target: Format | None) -> Matrix:
-    """Return a matrix with its exact values, in this format or, with None, dequantized."""
-    if not self.tensor_type.quant_format: return self.read()
+  def read_matrix(self, group_size: int | None, bits: int = 8, has_offset: bool = False) -> Matrix:
+    """Return a matrix with its exact values, in this format or, without a group size, dequantized."""
+    if not self.tensor_type.group_size: return self.read()
     w = decode(self.tensor_type, self.read())
-    if target is None: return quantization.dequantize(w, np.float32)
+    if not group_size: return quantization.dequantize(w, np.float32)
     q, scale, offset, order = w
-    repeats = q.shape[1] // target.group_size // scale.shape[1]   # a group of 32 becomes two of 16
+    repeats = q.shape[1] // group_size // scale.shape[1]   # a group of 32 becomes two of 16
     scale = narrow(scale).repeat(repeats, 1)
     if offset is not None: offset = narrow(offset).repeat(repeats, 1)
-    elif target.bits == 4:   # from -8..7 to 0..15
+    elif bits == 4:   # from -8..7 to 0..15
       q += np.int8(8)
       offset = -8 * scale
-    elif target.has_offset: offset = np.zeros_like(scale)
-    return Quantized(q.view(np.uint8) if target.bits == 4 else q, scale, offset, order)
+    elif has_offset: offset = np.zeros_like(scale)
+    return Quantized(q.view(np.uint8) if bits == 4 else q, scale, offset, order)
 
 
 def read_header(path: pathlib.Path) -> tuple[JsonObject, dict[str, GGUFTensor]]:
@@ -192,13 +171,12 @@ def read_parts(path: pathlib.Path) -> tuple[JsonObject, dict[str, GGUFTensor]]:
 
 def locate_tensor(path: pathlib.Path, data_start: int, file_size: int, name: str, shape: tuple, type_id: int,
                   offset: int) -> GGUFTensor:
-  supported = ", ".join(x.name for x in TYPES.values())
   prefix = f"model: {path}: tensor {name}"
   type_name = TABLES["other_types"].get(str(type_id), type_id)
-  check(type_id in TYPES, f"{prefix} has GGUF type {type_name}; supported: {supported}")
+  check(type_id in TYPES, f"{prefix} has GGUF type {type_name}; supported: {', '.join(x.name for x in TYPES.values())}")
   tensor_type = TYPES[type_id]
   tensor = GGUFTensor(path, np.dtype(tensor_type.fields), shape, data_start + offset, tensor_type)
-  min_axes = 2 if tensor_type.quant_format else 1
+  min_axes = 2 if tensor_type.group_size else 1
   is_valid = min_axes <= len(shape) <= 2 and math.prod(shape) and shape[-1] % tensor_type.inputs == 0
   check(is_valid, f"{prefix} has shape {[*shape]}; {tensor_type.name} needs {min_axes} or 2 axes, the last one a "
         f"multiple of {tensor_type.inputs}")
@@ -273,8 +251,7 @@ def read_options(path: pathlib.Path, arch: str, metadata: JsonObject, config: Js
     if not isinstance(values, list): continue
     check(len(values) >= count, f"model: {path}: {arch}.{key} has {len(values)} values, but the model {count} layers")
     options["layer_types"] = [kinds[bool(x)] for x in values[:count]]
-  windowed = TABLES["windowed"].get(arch)
-  if windowed and config.get("sliding_window"): options["architectures"] = [windowed]
+  if config.get("sliding_window") and arch in TABLES["windowed"]: options["architectures"] = [TABLES["windowed"][arch]]
   if arch == "qwen35":   # heads of V with the same K are not consecutive
     heads, size = config["linear_num_value_heads"], config["linear_size"]
     check(size % heads == 0, f"model: {path}: ssm.inner_size={size} must be a multiple of ssm.time_step_rank={heads}")
@@ -292,8 +269,8 @@ def rename(path: pathlib.Path, config: JsonObject, tensors: dict[str, GGUFTensor
   permuted = {"attn_q": heads, "attn_k": config.get("num_key_value_heads", heads)}   # number of heads
   names = TABLES["names"] | TABLES["own_names"].get(config["model_type"], {})
   renamed = {}
-  first = config["num_hidden_layers"]
-  unused = *ROPE_TENSORS, *[f"blk.{first + i}." for i in range(config.get("mtp_num_hidden_layers", 0))]
+  first, num_drafting = config["num_hidden_layers"], config.get("mtp_num_hidden_layers", 0)
+  unused = *ROPE_TENSORS, *[f"blk.{i}." for i in range(first, first + num_drafting)]
   for name, tensor in tensors.items():
     if name.startswith(unused): continue
     components = name.split(".")
@@ -321,14 +298,16 @@ class GGUFCheckpoint(weights.FastCheckpoint[GGUFTensor]):
     self.hf_config = read_config(path, self.metadata, tensors)
     self.all_tensors = rename(path, self.hf_config, tensors)
 
-  method = property(lambda self: "gguf" if any(x.tensor_type.quant_format for x in self.all_tensors.values()) else None)
+  method = property(lambda self: "gguf" if any(x.tensor_type.group_size for x in self.all_tensors.values()) else None)
 
   def tokenizer(self) -> ChatTokenizer: return make_tokenizer(self.path, self.metadata, self.hf_config["vocab_size"])
   def stored_tensors(self) -> dict[str, GGUFTensor]: return {**self.all_tensors}
   def format_of(self, tensor: GGUFTensor) -> str: return f"GGUF {tensor.tensor_type.name}"
 
   def read_matrices(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
-    """Read matrices in their `common_format`. If their dtypes differ, `stack` converts them to float32."""
+    """Read matrices in the format that represents each exactly: the most bits and the smallest group, 0 if one is not
+    quantized: then all are dequantized. If their dtypes differ, `stack` converts them to float32."""
     tensors = [self.take(f"{name}.weight", *shape) for name, shape in shapes.items()]
-    common = common_format([tensor.tensor_type for tensor in tensors])
-    return [tensor.read_matrix(common) for tensor in tensors]
+    types = [tensor.tensor_type for tensor in tensors]
+    common = min(x.group_size for x in types), max(x.bits for x in types), any(x.has_offset for x in types)
+    return [tensor.read_matrix(*common) for tensor in tensors]

@@ -55,9 +55,8 @@ def sentencepiece_model(config: JsonObject) -> bytes:
   sentencepiece_model.proto."""
   pieces = [*zip(config["tokens"], config["scores"], config["token_type"], strict=True)]
   messages = [(1, encode_protobuf((1, text.encode()), (2, score), (3, type_id))) for text, score, type_id in pieces]
-  bpe = 2
   has_bytes = any(type_id == BYTE for *_, type_id in pieces)
-  trainer = encode_protobuf((3, bpe), (4, len(pieces)), (35, has_bytes))
+  trainer = encode_protobuf((3, 2), (4, len(pieces)), (35, has_bytes))   # 2: BPE
   spaces = encode_protobuf((1, b"identity"), (3, bool(config.get("add_space_prefix", True))),
                            (4, bool(config.get("remove_extra_whitespaces", False))))
   return encode_protobuf(*messages, (2, trainer), (3, spaces))

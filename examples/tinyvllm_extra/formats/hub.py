@@ -1,7 +1,7 @@
 """Finds a model on disk, or downloads it from the Hugging Face hub into the hub's cache, and opens it. A path that
 exists is never looked up on the hub."""
 import dataclasses, difflib, glob, importlib, os, pathlib, re, shutil, types
-from collections.abc import Collection
+from collections.abc import Iterator
 
 from tinygrad.helpers import size_to_str
 
@@ -90,12 +90,14 @@ class Cache:
     repos = sorted(self.content.repos, key=lambda repo: repo.repo_id)
     self.models = {repo.repo_id: repo for repo in repos if repo.repo_type == "model"}
 
-  def rows(self) -> list[tuple[str, str, str, str]]:
-    """Return the name, size, format of the files and last use of each model."""
-    files = {name: {file.file_name for revision in repo.revisions for file in revision.files}
-             for name, repo in self.models.items()}
-    return [(name, size_to_str(repo.size_on_disk), ", ".join(formats_of(files[name])), repo.last_accessed_str)
-            for name, repo in self.models.items()]
+  def rows(self) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the name, size, formats of the files and last use of each model. Formats: "safetensors", and the types of
+    GGUF files, as in NAME:TYPE."""
+    for name, repo in self.models.items():
+      files = {file.file_name for revision in repo.revisions for file in revision.files}
+      types = {re.split("[-./]", ENDING.sub("", file))[-1] for file in files if ENDING.search(file)}
+      formats = ["safetensors"] * any(file.endswith(".safetensors") for file in files) + sorted(types)
+      yield name, size_to_str(repo.size_on_disk), ", ".join(formats), repo.last_accessed_str
 
   def delete(self, name: str) -> str:
     """Delete a model, and return the freed size. Raises InputError for a name that is not in the cache."""
@@ -106,12 +108,6 @@ class Cache:
     strategy = content.delete_revisions(*(revision.commit_hash for revision in self.models[name].revisions))
     strategy.execute()
     return size_to_str(strategy.expected_freed_size)
-
-
-def formats_of(files: Collection[str]) -> list[str]:
-  """Return "safetensors", and the types of GGUF files, as in NAME:TYPE."""
-  types = {re.split("[-./]", ENDING.sub("", file))[-1] for file in files if ENDING.search(file)}
-  return [*(["safetensors"] if any(file.endswith(".safetensors") for file in files) else []), *sorted(types)]
 
 
 class Repository:

@@ -100,7 +100,7 @@ def round_scales(w: Matrix) -> Matrix:
 
 class PackedMatrix:
   """The tensors of a matrix, (out, in), in a layout. Raises InputError naming a tensor that is missing or has the wrong
-  shape, or uneven groups, or whose bits or group size differ from the quantization_config (check_config)."""
+  shape, or uneven groups."""
   def __init__(self, source: "FastCheckpoint", name: str, shape: tuple[int, int], layout: Layout):
     self.source, self.name, self.shape, self.layout = source, name, shape, layout
     weight, scale = f"{name}.{layout.weight}", f"{name}.{layout.scale}"
@@ -110,14 +110,6 @@ class PackedMatrix:
     check(shape[1] % self.num_groups == 0, f"{scale}: {self.num_groups} groups do not divide {shape[1]} inputs")
     self.bits = 8 if layout.packed is None else 32 * sizes[weight][layout.packed] // shape[layout.packed]
     check(self.bits in (2, 3, 4, 8), f"{weight} has shape {[*stored[weight]]}, not 2, 3, 4 or 8 bits of {[*shape]}")
-
-  def check_config(self) -> None:
-    config = self.source.quantization_config
-    for field, actual in (("bits", self.bits), ("group_size", self.shape[1] // self.num_groups)):
-      value = config.get(field, actual)
-      is_same = value == actual or field == "group_size" and self.num_groups == 1 and not 0 < value < self.shape[1]
-      text = f"quantization_config: {field}={value}, but {self.name}.{self.layout.weight} has {actual}"
-      check(is_same or "dynamic" in config, text)
 
   def has(self, suffix: str) -> bool: return f"{self.name}.{suffix}" in self.source.tensors
 
@@ -146,7 +138,7 @@ class PackedMatrix:
 
 def read_matrix(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix:
   """Read the matrix `name`, (out, in): Quantized if it is stored in one of the source's layouts. Raises InputError as
-  PackedMatrix does."""
+  PackedMatrix does, or if bits or group size differ from the quantization_config."""
   def has_integers(key: str) -> bool: return key in source.tensors and source.tensors[key].dtype.kind == "i"
   layout = next((x for x in source.layouts if has_integers(f"{name}.{x.weight}")), None)
   if layout is None: return source.array(f"{name}.weight", *shape)
@@ -161,7 +153,11 @@ def read_matrix(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> 
     q = (q ^ 128).view(np.int8)
     offset = offset + 128 * scale
   order = stored.column_order()
-  stored.check_config()
+  config = source.quantization_config
+  for key, found in (("bits", stored.bits), ("group_size", shape[1] // stored.num_groups)):
+    value = config.get(key, found)
+    is_same = value == found or key == "group_size" and stored.num_groups == 1 and not 0 < value < shape[1]
+    check(is_same or "dynamic" in config, f"quantization_config: {key}={value}, but {name}.{layout.weight} has {found}")
   return Quantized(q[:, order], narrow(scale), narrow(offset) if offset.any() else None, order)
 
 

@@ -96,7 +96,10 @@ def text_of(part: JsonObject | str) -> str:
 def forms(messages: Messages) -> Iterator[Messages]:
   """Yield a conversation with calls' arguments as objects and as text, and with all instructions in one first message:
   templates accept one form, or drop a later instruction."""
-  for form in (messages, with_first_instruction(messages)):
+  instructions = [x for x in messages if x.get("role") in INSTRUCTIONS]
+  first = [{**x, "content": "\n\n".join(map(plain_text, instructions))} for x in instructions[:1]]
+  others = [x for x in messages if x and x.get("role") not in INSTRUCTIONS]
+  for form in (messages, [*first, *others]):
     yield form
     if any(message.get("tool_calls") for message in form):
       yield [with_arguments(message, lambda x: json.dumps(x, ensure_ascii=False)) for message in form]
@@ -105,12 +108,6 @@ def forms(messages: Messages) -> Iterator[Messages]:
 def plain_text(message: JsonObject) -> str:
   content = message.get("content") or ""
   return content if isinstance(content, str) else "\n".join(map(text_of, content))
-
-
-def with_first_instruction(messages: Messages) -> Messages:
-  instructions = [x for x in messages if x.get("role") in INSTRUCTIONS]
-  first = [{**x, "content": "\n\n".join(map(plain_text, instructions))} for x in instructions[:1]]
-  return [*first, *(x for x in messages if x and x.get("role") not in INSTRUCTIONS)]
 
 
 def adapt(message: JsonObject, source: str) -> JsonObject:

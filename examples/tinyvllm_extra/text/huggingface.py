@@ -132,8 +132,7 @@ def read_config(folder: pathlib.Path) -> JsonObject:
 
 def wrap_sentencepiece(model: SentencePieceProcessor, config: JsonObject) -> ChatTokenizer:
   ids = range(model.GetPieceSize())
-  tokens: dict[int, JsonObject] = {
-    i: {"content": model.IdToPiece(i), "special": True} for i in ids if model.IsControl(i)}
+  tokens = {i: JsonObject(content=model.IdToPiece(i), special=True) for i in ids if model.IsControl(i)}
   tokens |= {int(i): token for i, token in config.get("added_tokens_decoder", {}).items()}
   added = {token["content"]: i for i, token in tokens.items()}
   splitter = re.compile(f"({'|'.join(map(re.escape, sorted(added, key=len, reverse=True)))})")   # the longest first
