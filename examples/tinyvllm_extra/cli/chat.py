@@ -52,7 +52,7 @@ def print_stream(outputs: Any, text: str = "", stop: threading.Event | None = No
 
 
 @contextlib.contextmanager
-def on_interrupt(handler: Callable[..., object]) -> Iterator[None]:
+def on_interrupt(handler: Callable[..., object] | signal.Handlers) -> Iterator[None]:
   """Let `handler` handle Ctrl-C."""
   previous = signal.signal(signal.SIGINT, handler)
   try: yield
@@ -136,17 +136,14 @@ class Chat:
     if text.startswith(QUOTES): text = text[3:].removesuffix(QUOTES).strip("\n")
     if text.strip(): self.answer([*self.messages, {"role": "user", "content": text}])
 
-  def answer(self, messages: list[JsonObject]) -> None:
-    """Answer the last message."""
+  def answer(self, messages: list[JsonObject], can_stop: bool = True) -> None:
+    """Answer the last message, and print which limit cut the answer, and tokens per second. can_stop: Ctrl-C stops the
+    answer; else it ends the process."""
     stop = threading.Event()
-    with on_interrupt(lambda *_: stop.set()):
+    with on_interrupt((lambda *_: stop.set()) if can_stop else signal.SIG_DFL):
       text, output, times = print_stream(start(self.llm, {"messages": messages}, self.settings), stop=stop)
     self.messages = [*messages, {"role": "assistant", "content": text}]
     self.code = 0
-    self.report(output, times)
-
-  def report(self, output: Output, times: list[float]) -> None:
-    """Print which limit cut an answer, and tokens per second. times: see print_stream."""
     limit, metrics = self.settings.get("max_tokens"), output.metrics
     if output.outputs[0].finish_reason == "length":
       is_full = not limit or metrics and metrics.num_generated < limit
@@ -207,6 +204,5 @@ def main(args: JsonObject) -> int:
   else:
     chat = Chat(llm, settings, "verbose" in args)
     if prompt is None: return chat.run()
-    _, output, times = print_stream(start(llm, {"messages": [{"role": "user", "content": prompt}]}, settings))
-    chat.report(output, times)
+    chat.answer([{"role": "user", "content": prompt}], can_stop=False)
   return 0

@@ -23,11 +23,10 @@ from tinyvllm_extra.models.quantized import NUMBER_FORMATS
 from tinyvllm_extra.programs import prepare_tuned_device, tiles_path
 
 LIMIT = 90   # timeout of a backend's process, in seconds
-BUFFER = 2**28   # maximum size of the bandwidth test's weights, in bytes
+BUFFER = 2**28   # maximum size of the weights that a measurement reads, in bytes: more than caches hold
 INPUTS = 4096    # number of input features of the weights
 ROWS = (1, 8, 16, 32, 64)   # tokens of a step that --tune measures
 GAIN = 1.03      # minimum gain of a choice of tiles
-COPIES = 2**28   # bytes of a matrix's copies, more than caches hold
 KERNELS = 64     # products in a graph, so that it takes longer than its launch
 WORDS = {"True": "yes", "False": "no"}
 ORDER = [name for name in ALL_DEVICES if name != "DSP"]
@@ -44,9 +43,8 @@ def probe(seconds: float) -> None:
     best = make_backend()
     total = device_memory(Device.DEFAULT).total
     most = best.memory.largest_tensor()
-    renderer = f"{Device.DEFAULT} {type(Device.default.renderer).__name__}"
-    emit(opens=True, device=programs.device_name(Device.default), renderer=renderer, **facts, total_gib=total / GIB,
-         largest_gib=min(total, most) / GIB)
+    emit(opens=True, device=programs.device_name(Device.default), **facts, total_gib=total / GIB,
+         renderer=f"{Device.DEFAULT} {type(Device.default.renderer).__name__}", largest_gib=min(total, most) / GIB)
     size = min(BUFFER, most, int(facts["free_gib"] * GIB) // 4)
     if seconds: emit(gb_per_s=bandwidth(best.Linear, size, getattr(dtypes, facts["dtype"]), seconds) / 1e9)
   except Exception as error: emit(reason=reason_of(error))   # backends raise various exceptions
@@ -83,7 +81,7 @@ def bandwidth(layer_type: type[Linear], size: int, dtype: Any, seconds: float) -
 # --tune
 
 def copies_of(layer: matmul.FastLinear, quantization: str | None) -> list[matmul.FastLinear]:
-  """Return KERNELS layers, copies of one for tensor cores with zeros as weights. The same copy returns after COPIES
+  """Return KERNELS layers, copies of one for tensor cores with zeros as weights. The same copy returns after BUFFER
   bytes of weights or more. quantization: "int8" or "int4" for a matrix in layers, or None."""
   if quantization and is_in_layer(next(iter(layer.sources))):
     layer.number_format = NUMBER_FORMATS[np.dtype({"int8": np.int8, "int4": np.uint8}[quantization])]
@@ -93,7 +91,7 @@ def copies_of(layer: matmul.FastLinear, quantization: str | None) -> list[matmul
     layer.scales = {name: Tensor.empty(tiles, parts, 8, 2, dtype=dtypes.half) for name in names}
   for x in nn.state.get_parameters(layer): x.replace(x.zeros_like().contiguous().realize())
   layer.flags = products.new_flags(Device.DEFAULT)
-  copies = [copy.copy(layer) for _ in range(min(KERNELS, 1 + COPIES // layer.weight.nbytes()))]
+  copies = [copy.copy(layer) for _ in range(min(KERNELS, 1 + BUFFER // layer.weight.nbytes()))]
   for other in copies: other.weight = layer.weight.clone().realize()
   return (copies * KERNELS)[:KERNELS]
 

@@ -9,8 +9,8 @@ from tinyvllm_extra.options import LLMConfig, optional
 from tinyvllm_extra import vllm_options
 
 # Groups of --help (only --help-all shows other flags), variables: arguments of add_argument, by name; llama.cpp's
-# letters, units of integers, `tinyvllm run`'s defaults, values of a bool's environment variable, and commands:
-# arguments: of add_argument, by flag; variables of their own
+# letters, units of integers, `tinyvllm run`'s defaults, values of a bool's environment variable, arguments of
+# add_argument for --log-level, and commands: arguments: of add_argument, by flag; variables of their own
 FLAGS = read_json(pathlib.Path(__file__).with_suffix(".json"))
 FLAG_SYNTAX = re.compile(r"(--?[A-Za-z][\w-]*)((?:\.[\w-]+)*)(=.*)?", re.DOTALL)   # name, .keys, =value
 
@@ -93,25 +93,22 @@ def add_flags(command: CommandParser, words: str, argv: list[str], *classes: typ
   """Add `words`, such as "[MODEL]", which are all optional, and flags: `--model`, `--config`, the command's own ones,
   one for each field of the option dataclasses, `--log-level`, `--help-all`, and vLLM's without effect. argv: will be
   parsed. own: arguments of add_argument by name."""
-  def rare(text: str) -> str: return text if "--help-all" in argv else argparse.SUPPRESS
   command.words = re.findall(r"\w+", words.lower())
   command.add_argument("words", nargs="*", help=argparse.SUPPRESS)
   command.add_argument("--help-all", action="help", help="Show rare flags, too, and exit")
-  fields = {field.name: field for x in reversed(classes) for field in dataclasses.fields(x)}
+  # Without n, which is 1 here
+  fields = {field.name: field for x in reversed(classes) for field in dataclasses.fields(x) if field.name != "n"}
   forms = {name: {"help": help_of(field, words), **parsing_of(field)} for name, field in fields.items()}
-  forms |= FLAGS["variables"] | own
-  for title, names in FLAGS["groups"].items():
+  forms |= FLAGS["variables"] | own | {"log_level": FLAGS["log_level"]}
+  rare = {f"Rare flags of {x.__name__}": [*x.__dataclass_fields__, "log_level"] for x in classes}
+  for title, names in (FLAGS["groups"] | rare).items():
     group = command.add_argument_group(title) if title else command
     for name in [name for name in names if name in forms]:
-      command.variables[name] = group.add_argument(*FLAGS["letters"].get(name, ()), flag_of(name), **forms[name])
-  for option_class in classes:
-    group = command.add_argument_group(f"Rare flags of {option_class.__name__}")
-    for field in [x for x in dataclasses.fields(option_class) if x.name not in (*command.variables, "n")]:   # n: 1 here
-      group.add_argument(flag_of(field.name), help=rare(help_of(field, words)), **parsing_of(field))
-  group.add_argument("--log-level", choices=["debug", "info", "warning", "error"],
-                     help=rare("Lowest level to log (default: info)"))
+      form = forms.pop(name) | ({"help": argparse.SUPPRESS} if title in rare and "--help-all" not in argv else {})
+      action = group.add_argument(*FLAGS["letters"].get(name, ()), flag_of(name), **form)
+      if title not in rare: command.variables[name] = action
   for name, values in vllm_options.NO_EFFECT.items():
-    form: JsonObject = {"type": parse_value, **({"nargs": "+"} if name in vllm_options.TABLE["lists"] else {})}
+    form = {"type": parse_value, **({"nargs": "+"} if name in vllm_options.TABLE["lists"] else {})}
     if values and isinstance(values[0], bool): form = {"action": argparse.BooleanOptionalAction}
     command.add_argument(flag_of(name), help=argparse.SUPPRESS, **form)
 
