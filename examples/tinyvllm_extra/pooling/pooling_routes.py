@@ -87,10 +87,9 @@ class PoolingServing(Serving):
     """Run all jobs, max_num_seqs at a time so that they do not fill the queue. Raises InputError, before any job runs,
     if one of them is invalid."""
     self.check_model(body.model or None)
-    engine = self.engine
     requests = await asyncio.to_thread(lambda: [
-      engine.make_request(uuid.uuid4().hex, with_salt(body, x), params, body.priority or 0) for x, params in jobs])
-    size = engine.config.max_num_seqs
+      self.engine.make_request(uuid.uuid4().hex, with_salt(body, x), params, body.priority or 0) for x, params in jobs])
+    size = self.engine.config.max_num_seqs
     self.check_queue(min(size, len(requests)), 1)
     for start in range(0, len(requests), size):
       wave = requests[start:start + size]

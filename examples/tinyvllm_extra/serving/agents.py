@@ -8,8 +8,7 @@ import pydantic
 from tinyvllm.config import InputError, JsonObject, check, read_json
 from tinyvllm_extra.text.chat_template import INSTRUCTIONS, plain_text
 
-from . import errors
-from .answers import BlockBuilder, Job
+from . import answers, errors
 from .protocol import SAMPLING, Body, ChatCompletionRequest, Int, JsonBody, thinking, with_fields
 
 # ignored: fields of the official clients without effect here. stateful: fields that need stored responses or prompts.
@@ -68,8 +67,7 @@ def chat_request(body: Body, **fields: object) -> ChatCompletionRequest:
   """Return a chat with `fields` and with the body's CHAT_FIELDS. Raises RequestValidationError."""
   options = {name: value for name, value in body if name in CHAT_FIELDS}
   try: return ChatCompletionRequest.model_validate({**options, **fields})
-  except pydantic.ValidationError as error:
-    raise errors.RequestValidationError([{**x, "loc": ("body", *x["loc"])} for x in error.errors()]) from error
+  except pydantic.ValidationError as error: raise errors.RequestValidationError(error.errors()) from error
 
 
 # POST /v1/messages and /v1/messages/count_tokens, Anthropic's protocol. Its content blocks become a chat, and the
@@ -136,7 +134,7 @@ def add_turn(messages: list[JsonObject], message: Message, path: str) -> None:
   if texts: add_message(messages, message.role, "\n".join(texts))
 
 
-class MessagesBuilder(BlockBuilder):
+class MessagesBuilder(answers.BlockBuilder):
   """Writes a message, or all events from message_start to message_stop."""
   templates = TABLES["messages"]
 
@@ -229,11 +227,11 @@ def add_item(messages: list[JsonObject], item: Item, path: str) -> None:
     add_message(messages, "tool", text_of(item.output, f"{path}.output"), tool_call_id=item.call_id)
 
 
-class ResponsesBuilder(BlockBuilder):
+class ResponsesBuilder(answers.BlockBuilder):
   """Writes a response object, or all events up to response.completed."""
   templates = TABLES["responses"]
 
-  def __init__(self, source: ResponsesRequest, job: Job):
+  def __init__(self, source: ResponsesRequest, job: answers.Job):
     super().__init__(job)
     self.event_numbers = itertools.count()
     self.echo = TABLES["echo"] | source.model_dump(by_alias=True, exclude_unset=True, include={*TABLES["echo"]})

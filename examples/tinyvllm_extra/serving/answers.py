@@ -12,7 +12,7 @@ from tinyvllm_extra.text import chat_template, huggingface, tools
 from tinyvllm_extra.text.parsers import OutputFormat, Parser
 
 from .errors import internal_error
-from .protocol import ChatCompletionRequest, GenerationRequest, StreamOptions, prompt_end, tool_choice_of, tools_of
+from .protocol import ChatCompletionRequest, GenerationRequest, StreamOptions, prompt_end, tools_of
 
 
 def num_tokens(requests: list[engine.Request]) -> tuple[int, int]:
@@ -45,11 +45,10 @@ class Job:
 
   def parsers(self) -> list[Parser]:
     """Return the parser of each sample's text. Call it before the requests run."""
-    choice = tool_choice_of(self.body)
-    functions = tools.callable_functions(tools_of(self.body), choice)
+    functions = tools.callable_functions(tools_of(self.body), self.body.tool_choice)
     end = prompt_end(self.requests[0].sequences[0].tokens, self.tokenizer)
     parallel = self.body.parallel_tool_calls is not False
-    is_forced = tools.requires_call(choice)
+    is_forced = tools.requires_call(self.body.tool_choice)
     return [Parser(self.output_format, functions, end, is_forced, parallel) for _ in range(self.params.n)]
 
 
@@ -235,7 +234,8 @@ class ChatBuilder(ChoicesBuilder):
     if not reasoning or self.body.include_reasoning is False: fields = {}
     if calls: fields["tool_calls"] = calls
     if not self.body.stream:
-      return {"message": {"role": self.role, "content": self.echoed + content or (None if fields else ""), **fields}}
+      shown = self.echoed + content or (None if fields else "")
+      return {"message": {"role": self.role, "content": shown, **fields}}
     if content or not fields: fields["content"] = content
     return {"delta": fields}
 

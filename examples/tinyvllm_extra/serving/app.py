@@ -240,7 +240,7 @@ class Server(uvicorn.Server):
 
   def count_tokens(self, body: MessagesRequest) -> dict[str, int]:   # not async: FastAPI calls it in another thread
     self.serving.check_model(body.model or None)
-    prompt, = protocol.encode_prompts(body.to_chat(), self.serving.engine, self.serving.trusts_template)
+    prompt, = protocol.encode_prompts(body.to_chat(), self.serving.engine, self.options.trust_request_chat_template)
     return {"input_tokens": len(prompt["prompt_token_ids"])}
 
 

@@ -1,8 +1,7 @@
 """An asyncio engine. One thread owns the engine; other threads put calls into its inbox, so no lock is needed. A
 reader receives its requests' output in order, and the end of each request exactly once. A second thread captures steps
 while a server or a chat already answers."""
-import asyncio, atexit, collections, contextlib, functools, logging, os, pathlib, queue, sys, threading, time, uuid
-import weakref
+import asyncio, atexit, collections, contextlib, functools, os, pathlib, queue, sys, threading, time, uuid, weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -191,9 +190,9 @@ class AsyncLLM:
     self.llm = LLM(model, **options)
     self.llm.tokenizer.limit_text(self.llm.max_model_len)
     if prefix_cache_file:
-      level = logging.WARNING if pathlib.Path(prefix_cache_file).expanduser().exists() else logging.INFO
+      log = logger.warning if pathlib.Path(prefix_cache_file).expanduser().exists() else logger.info
       try: self.llm.load_prefix_cache(prefix_cache_file)
-      except ValueError as error: logger.log(level, f"{error}; starting without it")
+      except ValueError as error: log(f"{error}; starting without it")
     captures, optional = [self.llm.capture(sizes, x) if prepare or sizes else iter(()) for x in (False, True)]
     self._driver = Driver(self.llm, stream_interval, CaptureThread(captures), optional, prefix_cache_file or "")
     weakref.finalize(self, self._driver.inbox.put, self._driver.end_thread)

@@ -2,9 +2,8 @@
 import http, json, pathlib
 from collections.abc import Mapping
 
-import fastapi
+from fastapi import Request, responses
 from fastapi.exceptions import RequestValidationError, StarletteHTTPException
-from fastapi.responses import JSONResponse
 from starlette import routing, types
 
 from tinyvllm.config import InputError, JsonObject, logger, read_json
@@ -29,7 +28,7 @@ def anthropic_error(error: JsonObject) -> JsonObject:
   return {"type": "error", "error": {"type": error_type, "message": error["message"]}}
 
 
-class ErrorJSON(JSONResponse):
+class ErrorJSON(responses.JSONResponse):
   """An error response in OpenAI's format, and in Anthropic's on its routes."""
   def __init__(self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None):
     super().__init__(error_body(status, message, param), status, headers or TABLES["headers"].get(str(status)))
@@ -45,7 +44,7 @@ class Refusal(Exception):
   """An error response other than HTTP 400, raised in a route. It has ErrorJSON's arguments."""
 
 
-async def explain(request: fastapi.Request, error: Exception) -> fastapi.Response:
+async def explain(request: Request, error: Exception) -> responses.Response:
   """Return the error response for an exception that a route raised. Log it, unless it is the client's mistake."""
   if isinstance(error, Refusal): return ErrorJSON(*error.args)
   if isinstance(error, StarletteHTTPException):
@@ -59,7 +58,7 @@ async def explain(request: fastapi.Request, error: Exception) -> fastapi.Respons
   return ErrorJSON(501, str(error))
 
 
-def explain_path(request: fastapi.Request, error: StarletteHTTPException) -> str:
+def explain_path(request: Request, error: StarletteHTTPException) -> str:
   """Return the error message for a path without a route, or for a method that the route does not have."""
   allowed = (error.headers or {}).get("Allow")
   if error.status_code != 404: return f"{error.detail}: use {allowed}" if allowed else error.detail
@@ -73,14 +72,14 @@ def explain_path(request: fastapi.Request, error: StarletteHTTPException) -> str
   return f"{path} does not exist: did you mean /v1/{name}? Set the client's base_url to {base_url}"
 
 
-def explain_validation(request: fastapi.Request, problem: JsonObject) -> fastapi.Response:
+def explain_validation(request: Request, problem: JsonObject) -> responses.Response:
   """Return the error response for a body that pydantic rejected. problem: pydantic's first error."""
   if problem["type"] == "json_invalid": return ErrorJSON(400, f"the body is not JSON: {problem['ctx']['error']}")
   content_type = request.headers.get("content-type", "")
   if "json" not in content_type:
     sent = f"Content-Type={content_type}" if content_type else "no Content-Type"
     return ErrorJSON(400, f"{sent}: send the header Content-Type: application/json, and a body of JSON")
-  path = [str(x) for x in problem["loc"][1:]]
+  path = [str(x) for x in problem["loc"][problem["loc"][0] == "body":]]   # FastAPI's begin with it
   error = problem.get("ctx", {}).get("error")
   if isinstance(error, InputError):   # raised by protocol.Body
     return ErrorJSON(400, ".".join([*path, str(error)]), path[0] if path else error.parameter)

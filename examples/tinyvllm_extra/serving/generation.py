@@ -27,7 +27,6 @@ class Serving:
     self.requests = set[Request]()   # unfinished
     self.names = model_names   # responses and metrics have the first one
     self.options = options
-    self.trusts_template = options.trust_request_chat_template
     self.observer = prometheus.Metrics(model_names[0], self.engine_metrics)
 
   def engine_metrics(self) -> JsonObject: return self.engine.get_metrics() if self.llm else collections.Counter()
@@ -68,7 +67,7 @@ class Serving:
     engine = self.engine
     chat = body.messages is not None
     check((body.prompt is None) == chat, "prompt: set either prompt or messages")
-    text = protocol.chat_text(body, engine.tokenizer, self.trusts_template) if chat else body.prompt
+    text = protocol.chat_text(body, engine.tokenizer, self.options.trust_request_chat_template) if chat else body.prompt
     ids = engine.tokenizer.encode(text, body.add_special_tokens or body.add_special_tokens is None and not chat)
     return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids,
             "token_strs": engine.tokenizer.pieces(ids) if body.return_token_strs else None}
@@ -100,7 +99,7 @@ class Serving:
 
   def prepare(self, body: GenerationRequest) -> Job:
     """Return the job of a body. May take long: call it in another thread."""
-    prompts = protocol.encode_prompts(body, self.engine, self.trusts_template)
+    prompts = protocol.encode_prompts(body, self.engine, self.options.trust_request_chat_template)
     ids = prompts[0].get("prompt_token_ids", [])
     escapes = protocol.escapes_of(body, ids, self.output_format, self.engine.tokenizer)
     defaults = self.chat_defaults if isinstance(body, ChatCompletionRequest) else self.engine.sampling_defaults

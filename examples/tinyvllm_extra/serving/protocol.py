@@ -137,8 +137,10 @@ COMMON = SAMPLING | NO_EFFECT | {
                                            "add_special_tokens"], bool)}
 TEMPLATE = {"add_generation_prompt": bool, "continue_final_message": bool, "chat_template": str,
             "documents": list[dict]}   # variables of the chat template
-ToolChoice = Annotated[Tool | AllowedToolsChoice, pydantic.Field(discriminator="type")]
-TOOLS = {"tools": list[Tool], "tool_choice": Literal["none", "auto", "required"] | ToolChoice,
+# Checked, but kept as objects, which templates and the functions of tools.py take
+AsObject = pydantic.AfterValidator(lambda body: body.model_dump(exclude_none=True))
+ToolChoice = Annotated[Tool | AllowedToolsChoice, pydantic.Field(discriminator="type"), AsObject]
+TOOLS = {"tools": list[Annotated[Tool, AsObject]], "tool_choice": Literal["none", "auto", "required"] | ToolChoice,
          "chat_template_kwargs": dict, "reasoning_effort": str}
 
 
@@ -171,11 +173,7 @@ GenerationRequest = CompletionRequest | ChatCompletionRequest
 
 def tools_of(body: Body) -> list[JsonObject]:
   """Return the tools that the chat template shows. The answer may call only some of them: see callable_functions."""
-  return [] if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or []]
-
-
-def tool_choice_of(body: Body) -> tools.Choice:
-  return body.tool_choice.model_dump(exclude_none=True) if isinstance(body.tool_choice, Body) else body.tool_choice
+  return [] if body.tool_choice == "none" else body.tools or []
 
 
 # Maximum entries of fields whose cost in each step grows with them, and maximum characters of all their strings
@@ -217,7 +215,7 @@ def sampling_params(body: GenerationRequest, defaults: JsonObject, escapes: Json
 def structured_outputs(body: GenerationRequest) -> JsonObject | None:
   """Return the constraint that structured_outputs, response_format or tool_choice asks for."""
   form = format_constraint(body.response_format)
-  schema = tools.calls_schema(tools_of(body), tool_choice_of(body), body.parallel_tool_calls is not False)
+  schema = tools.calls_schema(tools_of(body), body.tool_choice, body.parallel_tool_calls is not False)
   constraints = {"structured_outputs": body.structured_outputs, "response_format": form,
                  "tool_choice": {"json": schema} if schema else None}
   names = [name for name, constraint in constraints.items() if constraint is not None]
@@ -241,7 +239,7 @@ def escapes_of(body: GenerationRequest, ids: list[int], output_format: parsers.O
   the prompt's."""
   if not isinstance(body, ChatCompletionRequest): return {}
   opened = output_format.opened_by(prompt_end(ids, tokenizer))
-  has_tools = bool(tools_of(body)) and not tools.requires_call(tool_choice_of(body))
+  has_tools = bool(tools_of(body)) and not tools.requires_call(body.tool_choice)
   escapes = output_format.escapes(has_tools) if body.structured_outputs is None else {}
   return {"escapes": escapes, "opened": opened.closings if opened else ()}
 
@@ -295,7 +293,7 @@ def chat_text(body: Body, tokenizer: huggingface.ChatTokenizer, trusts_template:
         "chat_template: refused, because the server runs without --trust-request-chat-template")
   if shown: variables["tools"] = shown
   template = tokenizer.template(bool(shown), variables.get("chat_template")) or ""
-  check("tools" not in variables or "tools" in template or tools.requires_call(tool_choice_of(body)),
+  check("tools" not in variables or "tools" in template or tools.requires_call(body.tool_choice),
         "tools: the model's chat template does not support tools")
   return tokenizer.render_conversation(body.messages, **variables)
 
