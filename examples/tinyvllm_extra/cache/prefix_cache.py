@@ -8,8 +8,7 @@ from tinygrad import Context, Device, Tensor, TinyJit, dtypes
 from tinyvllm import backend, scheduler
 from tinyvllm.config import JsonObject, check, logger
 from tinyvllm.engine import Engine
-from tinyvllm_extra.formats.prefix_file import (
-  FORMAT, StoredBlocks, fingerprint, reading, replaceable, replacing, write_blocks)
+from tinyvllm_extra.formats.prefix_file import FORMAT, StoredBlocks, fingerprint, replaceable, replacing, write_blocks
 from tinyvllm_extra.kernels.buffers import buffers_of, copy_to_devices, write
 from tinyvllm_extra.models.recurrent import state_shapes
 from tinyvllm_extra.sampling.speculation import SpeculativeProposer
@@ -124,9 +123,10 @@ def load_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
   started = time.perf_counter()
   with engine.driving(), backend.exclusive:
     metadata = identity(engine)
-    with reading(pathlib.Path(path).expanduser(), prefix) as file:
-      blocks = Blocks(engine)
-      count = load_blocks(engine.blocks, blocks, StoredBlocks(file, metadata, blocks.row_bytes, prefix))
+    file = pathlib.Path(path).expanduser()
+    check(file.exists(), f"{prefix} does not exist")
+    blocks = Blocks(engine)
+    count = load_blocks(engine.blocks, blocks, StoredBlocks(file, metadata, blocks.row_bytes, prefix))
   logger.info(f"prefix cache: {count} blocks of {path} in {time.perf_counter() - started:.1f} s")
   return count
 

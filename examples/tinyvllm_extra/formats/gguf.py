@@ -21,7 +21,7 @@ from .gguf_tokenizer import make_tokenizer
 # adjacent in the file. missing: tensors that an architecture, or some of its layers, lack. layer_types: keys of a value
 # for each layer, 0 or not. fixed: fields of config.json. partial: a part of a head may rotate. end_tokens: they end a
 # turn in files without tokenizer.ggml.eot_token_id, as in llama.cpp (src/llama-vocab.cpp). types: see TensorType, by
-# GGUF type id. other_types: names of those that are not supported
+# GGUF type id. other_types: names of unsupported types
 TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")   # in every part of a split model
@@ -83,8 +83,7 @@ def decode(tensor_type: TensorType, blocks: np.ndarray) -> Quantized:
     q = np.frombuffer(bytearray(q).translate(levels), np.int8)
   terms = [blocks[name].astype(np.float32)[..., None] * sign for name, sign in SIGNS.items() if name in fields]
   if "scales" in fields:
-    packing = tensor_type.scales
-    scales = unpack(blocks, "scales", *packing) if packing else unpack_k_scales(blocks["scales"])
+    scales = unpack(blocks, "scales", *tensor_type.scales) if tensor_type.scales else unpack_k_scales(blocks["scales"])
     terms = [x * y for x, y in zip(terms, np.split(scales, len(terms), -1), strict=True)]
   q, scale, *offset = [x.reshape(len(blocks), -1) for x in (q, *terms)]
   return Quantized(q, scale, offset[0] if offset else None, np.arange(q.shape[1]))

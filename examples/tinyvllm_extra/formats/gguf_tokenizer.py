@@ -19,9 +19,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)   # sentencep
 REQUIRED = {"gpt2": ("tokens", "merges"), "llama": ("tokens", "scores", "token_type")}   # by tokenizer.ggml.model
 
 
-def byte_level(lib: types.ModuleType, config: JsonObject) -> Any:
-  """Build a tokenizers.Tokenizer. lib: the package tokenizers. config: the tokenizer's metadata."""
-  pre = config.get("pre", "default")
+def byte_level(lib: types.ModuleType, pre: str, config: JsonObject) -> Any:
+  """Build a tokenizers.Tokenizer. lib: the package tokenizers. pre: key of SPLITS. config: the tokenizer's metadata."""
   tokens = config["tokens"]
   merges = [tuple(merge.split(" ")) for merge in config["merges"]]
   bpe = lib.Tokenizer(lib.models.BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=pre in WHOLE_WORDS))
@@ -55,8 +54,9 @@ def sentencepiece_model(config: JsonObject) -> bytes:
   sentencepiece_model.proto."""
   pieces = [*zip(config["tokens"], config["scores"], config["token_type"], strict=True)]
   messages = [(1, encode_protobuf((1, text.encode()), (2, score), (3, type_id))) for text, score, type_id in pieces]
+  bpe = 2
   has_bytes = any(type_id == BYTE for *_, type_id in pieces)
-  trainer = encode_protobuf((3, 2), (4, len(pieces)), (35, has_bytes))   # 2: BPE
+  trainer = encode_protobuf((3, bpe), (4, len(pieces)), (35, has_bytes))
   spaces = encode_protobuf((1, b"identity"), (3, bool(config.get("add_space_prefix", True))),
                            (4, bool(config.get("remove_extra_whitespaces", False))))
   return encode_protobuf(*messages, (2, trainer), (3, spaces))
@@ -87,7 +87,7 @@ def make_tokenizer(path: pathlib.Path, metadata: JsonObject, vocab_size: int) ->
   try:
     for name in ("bos", "eos"):
       if f"{name}_token_id" in config: settings[f"{name}_token"] = tokens[config[f"{name}_token_id"]]
-    if lib: return wrap(byte_level(lib, config), settings)
+    if lib: return wrap(byte_level(lib, pre, config), settings)
     added = [i for i, x in enumerate(config["token_type"]) if x == USER_DEFINED]   # matched before splitting
     settings["added_tokens_decoder"] = {str(i): {"content": tokens[i], "special": False} for i in added}
     return wrap_sentencepiece(SentencePieceProcessor(model_proto=sentencepiece_model(config)), settings)

@@ -75,24 +75,19 @@ def write_blocks(file: IO[bytes], metadata: dict[str, str], keys: list[bytes], r
   file.write(np.array(checksums, "<u4").data)
 
 
-@contextlib.contextmanager
-def reading(path: pathlib.Path, prefix: str) -> Iterator[safe_open]:
-  """Open a file. Raises InputError, which starts with `prefix`, if it is missing or damaged."""
-  check(path.exists(), f"{prefix} does not exist")
-  try:
-    with safe_open(path, "numpy") as file: yield file
-  except (OSError, SafetensorError) as e: check(False, f"{prefix} is damaged ({e}): remove it")
-
-
 class StoredBlocks:
-  """The blocks of an open file. Raises InputError if other metadata or sizes than the given ones are stored."""
-  def __init__(self, file: safe_open, metadata: dict[str, str], row_bytes: int, prefix: str):
+  """The blocks of a file. Raises InputError, which starts with `prefix`, for a damaged file, or one with other metadata
+  or sizes than the given ones."""
+  def __init__(self, path: pathlib.Path, metadata: dict[str, str], row_bytes: int, prefix: str):
     self.prefix = prefix
-    found = file.metadata() or {}
-    differences = [f"{x} {found.get(x)!r}, here {own!r}" for x, own in metadata.items() if found.get(x) != own]
-    check(found == metadata, f"{prefix} has blocks that do not fit this engine ({'; '.join(differences)}): "
-          "remove it, or choose another file")
-    slices = {name: file.get_slice(name) for name in layout(0, 0)}
+    try:
+      file = safe_open(path, "numpy")
+      found = file.metadata() or {}
+      differences = [f"{x} {found.get(x)!r}, here {own!r}" for x, own in metadata.items() if found.get(x) != own]
+      check(found == metadata, f"{prefix} has blocks that do not fit this engine ({'; '.join(differences)}): "
+            "remove it, or choose another file")
+      slices = {name: file.get_slice(name) for name in layout(0, 0)}
+    except (OSError, SafetensorError) as e: check(False, f"{prefix} is damaged ({e}): remove it")
     actual = {name: (x.get_dtype(), x.get_shape()) for name, x in slices.items()}
     check(actual == layout(actual["keys"][1][0], row_bytes), f"{prefix} is damaged: remove it")
     self.keys = [row.tobytes() for row in slices["keys"][:]]

@@ -39,11 +39,10 @@ def find_layouts(config: JsonObject) -> list[Layout]:
   """Return the layouts for a quantization_config of config.json. Raises InputError if it is not supported."""
   if not config: return []
   method = TABLES["methods"].get(config.get("quant_method"), {"field": "quant_method", "variants": {}})
-  variants = method["variants"]
   field = "is_marlin_format" if config.get("is_marlin_format") else method["field"]
-  variant = str(config.get(field) or next(iter(variants), None)).lower()
+  variant = str(config.get(field) or next(iter(method["variants"]), None)).lower()
   text = f"is not supported: use another checkpoint of the model; supported: {TABLES['supported']}"
-  check(variant in variants, f"quantization_config: {field}={config.get(field)!r} {text}")
+  check(variant in method["variants"], f"quantization_config: {field}={config.get(field)!r} {text}")
 
   def is_supported(weights, *activations):   # activations may be e4m3 in the tool's kernels: the weights are the same
     if weights.get("type") == "float": return weights.get("num_bits") == 8 and weights.get("strategy") != "group"
@@ -52,7 +51,7 @@ def find_layouts(config: JsonObject) -> list[Layout]:
             for group in config.get("config_groups", {}).values()] or [[{"num_bits": config.get("bits")}]]
   supported = all(is_supported(*group) for group in groups) and not config.get("transform_config")
   check(supported, f"quantization_config={config} {text}")
-  return [Layout(**TABLES["layouts"][name]) for name in variants[variant]]
+  return [Layout(**TABLES["layouts"][name]) for name in method["variants"][variant]]
 
 
 def describe(config: JsonObject) -> str:

@@ -47,8 +47,8 @@ class StoredTensor:
   T = property(lambda self: dataclasses.replace(self, shape=self.shape[::-1], is_transposed=not self.is_transposed))
 
   def read(self) -> np.ndarray:
-    if self.is_transposed: return self.T.read().T
-    return np.memmap(self.path, self.dtype, "c", self.start, self.shape)
+    return self.T.read().T if self.is_transposed else np.memmap(self.path, self.dtype, "c", self.start, self.shape)
+
   def split(self, names: list[str]) -> dict[str, "StoredTensor"]:
     """Return a matrix for each name: equal parts of this tensor, with its columns."""
     part = dataclasses.replace(self, shape=(math.prod(self.shape[:-1]) // len(names), self.shape[-1]))

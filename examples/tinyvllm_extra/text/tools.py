@@ -64,7 +64,7 @@ def close_objects(schema: object) -> Any:
            for key in ("properties", "$defs", "definitions") if isinstance(schema.get(key), dict)}
   parts |= {key: close_objects(schema[key]) for key in ("items", "anyOf", "oneOf")
             if key in schema and (key == "items" or "properties" not in schema)}
-  return {**schema, **parts, **({"additionalProperties": False} if is_closed else {})}
+  return schema | parts | ({"additionalProperties": False} if is_closed else {})
 
 
 def merged_definitions(functions: dict[str, JsonObject]) -> JsonObject:
@@ -134,11 +134,8 @@ def as_object(arguments: JsonObject | str | None) -> JsonObject:
 
 def json_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
   """Read {"name": ..., "arguments" or "parameters": ...}, alone or in a list, or nested under "function"."""
-  calls = []
-  for value in json_values(text):
-    if isinstance(value.get("function"), dict): value = value["function"]
-    calls.append((named(value.get("name"), functions), as_object(value.get("arguments", value.get("parameters")))))
-  return calls
+  values = [x["function"] if isinstance(x.get("function"), dict) else x for x in json_values(text)]
+  return [(named(x.get("name"), functions), as_object(x.get("arguments", x.get("parameters")))) for x in values]
 
 
 def tagged_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
