@@ -116,8 +116,7 @@ def scoring(tokenizer: ChatTokenizer, texts: list[tuple[str, str]],
   tables = [logprobs_of(x) for x in outputs]
   missing = [(i, token) for i, table in enumerate(tables) for token in (yes, no) if token not in table]
   others = yield [({"prompt_token_ids": outputs[i].prompt_token_ids}, params(0, token)) for i, token in missing]
-  for (i, _), other in zip(missing, others, strict=True):
-    tables[i] = tables[i] | logprobs_of(other)
+  for (i, _), other in zip(missing, others, strict=True): tables[i] = tables[i] | logprobs_of(other)
   share = float(np.mean([math.exp(table[yes].logprob) + math.exp(table[no].logprob) for table in tables]))
   if share < 0.5: logger.warning(f"these scores mean little: the model answers {' or '.join(ANSWERS)} with probability "
                                  f"{share:.3f} only; choose a reranker such as Qwen/Qwen3-Reranker-0.6B")

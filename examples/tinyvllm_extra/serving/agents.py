@@ -51,8 +51,7 @@ def add_message(messages: list[JsonObject], role: str, text: str = "", tool_call
                 **fields: object) -> None:
   """Add a message to a chat. Merge it with the last one if both are the assistant's or the system's."""
   kind = [INSTRUCTIONS if x in INSTRUCTIONS else x for x in (role, messages[-1]["role"] if messages else None)]
-  if kind[0] != kind[1] or role in ("user", "tool"):
-    messages.append({"role": role, "content": ""})
+  if kind[0] != kind[1] or role in ("user", "tool"): messages.append({"role": role, "content": ""})
   last = messages[-1]
   last["content"] = "\n".join(filter(None, [last["content"], text]))
   if tool_calls: fields["tool_calls"] = last.get("tool_calls", []) + tool_calls

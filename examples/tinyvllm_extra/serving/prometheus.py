@@ -14,7 +14,7 @@ LOG_INTERVAL = 10   # seconds between log lines
 # attribute of its first Sequence
 TEXTS = read_json(pathlib.Path(__file__).with_suffix(".json"))
 FAMILIES = {"counters": core.CounterMetricFamily, "gauges": core.GaugeMetricFamily,
-            "histograms": core.HistogramMetricFamily}
+            "infos": core.InfoMetricFamily, "histograms": core.HistogramMetricFamily}
 ACCEPTED = "spec_decode_num_accepted_tokens_per_pos"
 SECONDS = [*(digit * 10.0**power for power in range(-3, 4) for digit in (1, 2.5, 5)), math.inf]   # buckets
 TOKENS = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
@@ -39,12 +39,11 @@ class Metrics(registry.Collector):
   def collect(self) -> Iterator[core.Metric]:
     """Yield the engine's metric families. prometheus_client calls this at each scrape."""
     metrics = self.engine_metrics()
-    config = metrics.get("cache_config", {})
-    labels = {ACCEPTED: ["position"], "cache_config_info": [*config]}
-    # By name: the labels' values, and the other arguments of add_metric
+    config = {name: str(x) for name, x in metrics.get("cache_config", {}).items()}
+    # By name: the values of the label `position`, if any, and the other arguments of add_metric
     rows: dict[str, list] = {name: [([], metrics.get(name, 0))] for kind in FAMILIES for name in TEXTS[kind]}
     rows[ACCEPTED] = [([str(position)], count) for position, count in enumerate(metrics.get(ACCEPTED, []))]
-    rows["cache_config_info"] = [(map(str, config.values()), 1.0)] if config else []
+    rows["cache_config"] = [([], config)] if config else []
     for name, counts, total in (
       ("iteration_tokens_total", metrics.get("step_sizes", {math.inf: 0}), metrics["step_tokens"]),
       ("inter_token_latency_seconds", self.intervals, self.interval_seconds)):
@@ -52,7 +51,7 @@ class Metrics(registry.Collector):
       rows[name] = [([], [*buckets], total)]
     for kind, metric_class in FAMILIES.items():
       for name, text in TEXTS[kind].items():
-        metric = metric_class(f"tinyvllm:{name}", text, labels=["model_name", *labels.get(name, [])])
+        metric = metric_class(f"tinyvllm:{name}", text, labels=["model_name", *["position"] * (name == ACCEPTED)])
         for values, *arguments in rows[name]: metric.add_metric([self.model_name, *values], *arguments)
         yield metric
 

@@ -61,10 +61,6 @@ class JsonBody(pydantic.BaseModel):
     def __getattr__(self, name: str) -> Any: ...
 
 
-@functools.cache
-def field_names(body: type[JsonBody]) -> set[str]: return {x.alias or name for name, x in body.model_fields.items()}
-
-
 class Body(JsonBody):
   """A request body, or an object inside it, whose unknown fields are logged or refused."""
   model_config = pydantic.ConfigDict(extra="ignore")
@@ -73,7 +69,7 @@ class Body(JsonBody):
   @classmethod
   def select_known_fields(cls, data: object) -> object:
     if not isinstance(data, dict): return data   # pydantic reports its type
-    names = field_names(cls)
+    names = cls.__signature__.parameters   # also aliases
     for name, value in data.items():
       if name not in names and value is not None: check_unknown(name, value)
     return {name: value for name, value in data.items() if name in names and value is not None}
