@@ -149,8 +149,7 @@ def run_probe(dev: str, seconds: float) -> JsonObject:
 def make_report(seconds: float, models: dict[str, JsonObject], kv_cache_dtype: str) -> JsonObject:
   """Test all backends and return the report. models: the content of config.json, by name."""
   dev = os.environ.get("DEV", "")
-  names = dict.fromkeys(filter(None, [*ORDER, dev.upper()]))
-  backends = [{"backend": name, **run_probe(name, seconds)} for name in names]
+  backends = [{"backend": name, **run_probe(name, seconds)} for name in dict.fromkeys([*ORDER, dev.upper()]) if name]
   default = run_probe(dev, 0)
   opened = [row for row in backends if row["opens"]]
   default_rows = [row for row in opened if row["renderer"] == default.get("renderer")]

@@ -140,8 +140,7 @@ def parse_flags(parser: CommandParser, argv: list[str]) -> JsonObject:
 
 def select_options(args: JsonObject, option_class: type[Options]) -> JsonObject:
   """Return the fields of an option dataclass that the command line sets. LLMConfig: all options of LLM."""
-  names = [field.name for field in dataclasses.fields(option_class)]
-  if option_class is LLMConfig: names += vllm_options.NO_EFFECT
+  names = [*option_class.__dataclass_fields__, *(vllm_options.NO_EFFECT if option_class is LLMConfig else ())]
   return {name: args[name] for name in names if name in args}
 
 

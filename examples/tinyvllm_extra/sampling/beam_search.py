@@ -83,8 +83,8 @@ def beam_search(llm: Engine, prompts: Prompt | list[Prompt] | list[str], params:
   check_no_lora(lora_request)
   check(isinstance(params, BeamSearchParams), f"params={params!r} must be BeamSearchParams(...)")
   jobs: list[Prompt] = [*prompts] if isinstance(prompts, list | tuple) else [prompts]
-  num_logprobs = min(2 * params.beam_width, llm.model_config.vocab_size)   # up to half of them may be end tokens
-  step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=num_logprobs)
+  # Up to half of the best tokens may be end tokens
+  step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=min(2 * params.beam_width, llm.model_config.vocab_size))
   searches = [Search(llm, params) for _ in jobs]
   while jobs:
     outputs = iter(llm.generate(jobs, step, use_tqdm))

@@ -62,8 +62,7 @@ class LogitsPlan(NamedTuple):
 
   def record(self, results: Results, tokenizer: ChatTokenizer) -> None:
     """Store a step's log probabilities in the sequences that requested them."""
-    rows = zip(results.token_ids, results.step.rows, *results.logprobs, strict=False)
-    for sampled, row, (own, rank, *best) in rows:
+    for sampled, row, (own, rank, *best) in zip(results.token_ids, results.step.rows, *results.logprobs, strict=False):
       seq = row.seq
       k = seq.params.logprobs if row.position >= seq.num_prompt else seq.params.prompt_logprobs
       if k is None: continue
@@ -160,8 +159,7 @@ def top_logprobs(logits: Tensor, ids: Tensor, sampler: Sampler, k: int = NUM_BES
   tokens = Tensor.arange(size).reshape(1, -1)
   if int(x.shape[0]) > 1 and size > 2 * k * CHUNK:   # the k chunks with the largest maximum hold the k best tokens
     chunks = x.pad((None, (0, -size % CHUNK)), value=-math.inf).unflatten(1, (-1, CHUNK))
-    chunk_ids = Tensor.arange(chunks.shape[1]).reshape(1, -1)
-    best_chunks, _ = largest(chunks.max(2).contiguous(), chunk_ids, sampler, k)
+    best_chunks, _ = largest(chunks.max(2).contiguous(), Tensor.arange(chunks.shape[1]).reshape(1, -1), sampler, k)
     tokens = (CHUNK * best_chunks.unsqueeze(2) + Tensor.arange(CHUNK)).flatten(1).contiguous()
     x = chunks.flatten(1).gather(1, tokens).contiguous()                # (S, k * CHUNK)
   best, values = largest(x, tokens, sampler, min(k, size))

@@ -107,7 +107,7 @@ def verify(results: Results) -> dict[Sequence, list[int]]:
     ids = new_tokens.setdefault(row.seq, [])
     all_accepted = row.seq.draft_token_ids[:len(ids)] == ids
     if row.position == len(row.seq.tokens) + len(ids) and all_accepted and not row.seq.finish_reason: ids.append(token)
-  return {seq: ids for seq, ids in new_tokens.items() if ids}
+  return new_tokens
 
 
 class SpeculativeProposer:
@@ -185,7 +185,7 @@ class SpeculativeProposer:
     # A step without rows after draft tokens does not verify them: they belong to the step in flight
     lengths = {row.seq: len(row.seq.tokens) for row in results.step.rows
                if row.seq.draft_token_ids and row.position > len(row.seq.tokens)}
-    for i in range(max(map(len, new_tokens.values()), default=1)):
+    for i in range(max([1, *map(len, new_tokens.values())])):
       sampled = {seq: ids[i] for seq, ids in new_tokens.items() if i < len(ids) and not seq.finish_reason}
       engine.append({seq: computed[seq] for seq in sampled} if i else computed, sampled)
     for seq, length in lengths.items(): self.update_drafts(engine.blocks, seq, len(seq.tokens) - length - 1)
@@ -220,9 +220,9 @@ def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner],
   if proposer.config.model is None: runners = [new_runner(num_bytes)]
   else:
     model, draft_bytes = load_draft_model(target, proposer.config, num_bytes)
-    def kv_size(config): return config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    target_size, draft_size = kv_size(target.model_config), kv_size(model.config)
-    runner = new_runner((num_bytes - draft_bytes) * target_size // (target_size + draft_size))
+    # Elements of K, or of V, per token
+    sizes = [x.num_hidden_layers * x.num_key_value_heads * x.head_dim for x in (target.model_config, model.config)]
+    runner = new_runner((num_bytes - draft_bytes) * sizes[0] // sum(sizes))
     config = dataclasses.replace(target.config, num_gpu_blocks_override=runner.num_blocks)
     proposer.runners = [Runner(model, config, num_bytes, target.parts.logits)]
     # At most 1/4: the user requested a draft model, even if it is too slow to gain anything

@@ -58,7 +58,7 @@ class StructuredOutputsParams:
     except (TypeError, AttributeError, KeyError, RecursionError) as e:
       raise InputError(f"structured_outputs: {name} has a wrong structure: {e!r}") from e
     check(not matcher.is_error(), f"structured_outputs: {name}: {' '.join(matcher.get_error().split())}")
-    return Constraint(matcher, vocab_size, tokenizer, self.escapes or {}, self.opened)
+    return Constraint(self, matcher, vocab_size, tokenizer)
 
   def compile(self, library: ModuleType, name: str, text: str, tokenizer: ChatTokenizer) -> str:
     """Return llguidance's grammar for a constraint."""
@@ -118,15 +118,14 @@ def normalize(params: JsonObject) -> StructuredOutputsParams:
 
 
 class Constraint:
-  """The allowed next tokens of one sequence. escapes, opened: see StructuredOutputsParams."""
-  def __init__(self, matcher: Any, vocab_size: int, tokenizer: ChatTokenizer, escapes: dict[str, tuple[str, ...]],
-               opened: tuple[str, ...]):
+  """The allowed next tokens of one sequence. matcher: llguidance's."""
+  def __init__(self, params: StructuredOutputsParams, matcher: Any, vocab_size: int, tokenizer: ChatTokenizer):
     self.matcher = matcher
     self.num_words = -(-vocab_size // 32)
     self.tokenizer = tokenizer
     start = len(tokenizer.encode("\n", False))   # at the start, sentencepiece would add a space
-    self.escapes = {tokenizer.encode("\n" + opening, False)[start]: ends for opening, ends in escapes.items()}
-    self.ends = opened or None    # markers that end free text; None: the format applies
+    self.escapes = {tokenizer.encode("\n" + x, False)[start]: ends for x, ends in (params.escapes or {}).items()}
+    self.ends = params.opened or None   # markers that end free text; None: the format applies
     self.ids: list[int] = []      # free text so far
     self.is_start = True          # no token of the format yet
 
