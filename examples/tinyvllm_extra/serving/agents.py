@@ -12,9 +12,9 @@ from . import answers, errors
 from .protocol import SAMPLING, Body, ChatCompletionRequest, Int, JsonBody, thinking, with_fields
 
 # ignored: fields of the official clients without effect here. stateful: fields that need stored responses or prompts.
-# echo: properties of a response that repeat the request, with defaults; constant: the same in each response. messages,
-# responses: parts of both protocols' answers with names of values, see BlockBuilder: the first events, usage, and by
-# kind of block a whole one and the events that open it, add text and close it. Clients drop thinking without signature
+# echo: properties of a response that repeat the request, with defaults. messages, responses: templates of an answer and
+# of each kind of block, with names of values, see BlockBuilder: a whole one, and the events that open it, add text and
+# close it; usage: of a finished response. Clients drop thinking without signature
 TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
 # Fields that the chat takes over unchanged
 CHAT_FIELDS = {name: x for name, x in SAMPLING.items() if name not in ("n", "logprobs", "prompt_logprobs")} | {
@@ -137,22 +137,15 @@ class MessagesBuilder(answers.BlockBuilder):
   """Writes a message, or all events from message_start to message_stop."""
   templates = TABLES["messages"]
 
-  def whole(self) -> JsonObject:
-    """Return the message so far."""
-    return {"id": f"msg_{self.job.id}", "type": "message", "role": "assistant", "model": self.job.model_name,
-            "content": [*map(self.item, self.blocks)], **self.stop(), "usage": self.usage()}
-
-  def stop(self) -> dict[str, str | None]:
-    if not self.end: return {"stop_reason": None, "stop_sequence": None}
-    sequence = self.end.stop_reason if isinstance(self.end.stop_reason, str) else None
+  def values(self) -> JsonObject:
+    sequence = self.end.stop_reason if self.end and isinstance(self.end.stop_reason, str) else None
     has_calls = any(block["$kind"] == "call" for block in self.blocks)
-    reason = "tool_use" if has_calls else "stop_sequence" if sequence else "end_turn"
-    return {"stop_reason": "max_tokens" if self.is_cut else reason, "stop_sequence": sequence}
+    reason = "max_tokens" if self.is_cut else "tool_use" if has_calls else "stop_sequence" if sequence else "end_turn"
+    return {**super().values(), "$reason": reason if self.end else None, "$sequence": sequence}
 
   def last_events(self, error: Exception | None = None) -> bytes:
     if error: return self.event(errors.anthropic_error(errors.internal_error(error)["error"]))
-    end = {"type": "message_delta", "delta": self.stop(), "usage": self.usage()}
-    return self.event(end) + self.event({"type": "message_stop"})
+    return super().last_events()
 
 
 # POST /v1/responses, OpenAI's newer protocol, without stored state: the client sends the whole conversation. Its items
@@ -233,24 +226,18 @@ class ResponsesBuilder(answers.BlockBuilder):
   def __init__(self, source: ResponsesRequest, job: answers.Job):
     super().__init__(job)
     self.event_numbers = itertools.count()
-    self.echo = TABLES["echo"] | source.model_dump(by_alias=True, exclude_unset=True, include={*TABLES["echo"]})
-    self.echo["tools"] = [tool.model_dump(exclude_unset=True) for tool in functions_of(source)]
+    fields = TABLES["echo"] | source.model_dump(by_alias=True, exclude_unset=True, include={*TABLES["echo"]})
+    fields["tools"] = [tool.model_dump(exclude_unset=True) for tool in functions_of(source)]
+    self.echo = {f"${name}": x for name, x in fields.items()}
 
   def event(self, content: JsonObject) -> bytes:
     return super().event({"type": content["type"], "sequence_number": next(self.event_numbers), **content})
 
-  def whole(self, error: str | None = None) -> JsonObject:
-    """Return the response object so far."""
-    is_cut = self.is_cut and not error
-    status = "failed" if error else "in_progress" if not self.end else "incomplete" if is_cut else "completed"
-    return {
-      **TABLES["constant"], "id": f"resp_{self.job.id}", "created_at": self.job.created, "status": status,
-      "model": self.job.model_name, "output": [*map(self.item, self.blocks)],
-      "error": {"code": "server_error", "message": error} if error else None,
-      "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-      "temperature": self.job.params.temperature, "top_p": self.job.params.top_p, **self.echo,
-      "usage": self.usage() if self.end and not error else None}
-
-  def last_events(self, error: Exception | None = None) -> bytes:
-    response = self.whole(errors.internal_error(error)["error"]["message"] if error else None)
-    return self.event({"type": f"response.{response['status']}", "response": response})
+  def values(self) -> JsonObject:
+    is_cut = self.is_cut and not self.error
+    status = "failed" if self.error else "in_progress" if not self.end else "incomplete" if is_cut else "completed"
+    values = {**super().values(), **self.echo, "$status": status, "$event": f"response.{status}",
+              "$error": self.error and {"code": "server_error", "message": self.error["message"]},
+              "$details": {"reason": "max_output_tokens"} if is_cut else None,
+              "$temperature": self.job.params.temperature, "$top_p": self.job.params.top_p}
+    return {**values, "$usage": answers.fill(self.templates["usage"], values) if self.end and not self.error else None}

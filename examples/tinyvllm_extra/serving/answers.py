@@ -75,7 +75,8 @@ class ChoicesBuilder:
     self.job = job
     self.body = body = job.body
     size = isinstance(body, ChatCompletionRequest) and body.max_completion_tokens or body.max_tokens or 0
-    for seq in [request.sequences[0] for request in job.requests]:
+    self.sequences = [seq for request in job.requests for seq in request.sequences]   # by choice
+    for seq in self.sequences:
       check(seq.num_prompt + size <= seq.max_len or job.params.max_tokens != size,   # --override-generation-config
             f"This model's maximum context length is {seq.max_len} tokens. However, you requested {size} output tokens "
             f"and your prompt contains {seq.num_prompt} input tokens: request at most {seq.max_len - seq.num_prompt}")
@@ -94,7 +95,7 @@ class ChoicesBuilder:
   def response(self) -> JsonObject:
     outputs = enumerate(request.output() for request in self.job.requests)
     choices = [self.choice(i * self.job.params.n + x.index, output, x) for i, output in outputs for x in output.outputs]
-    return {**self.wrap(choices), "usage": self.job.usage()}
+    return self.wrap(choices, usage=self.job.usage())
 
   def first_events(self, output: RequestOutput) -> bytes: return b""   # before all others
 
@@ -108,17 +109,18 @@ class ChoicesBuilder:
   def last_events(self, error: Exception | None = None) -> bytes:
     """Return the events after all samples have finished, or instead of them the event of an internal error."""
     if error: return event(internal_error(error))
-    usage = event({**self.wrap([]), "usage": self.job.usage()}) if "usage" in self.head else b""
+    usage = event(self.wrap([], usage=self.job.usage())) if "usage" in self.head else b""
     return usage + b"data: [DONE]\n\n"
 
-  def wrap(self, choices: list[JsonObject]) -> JsonObject: return {**self.head, "choices": choices}
+  def wrap(self, choices: list[JsonObject], **fields: object) -> JsonObject:
+    """Return a whole answer or a chunk."""
+    return {**self.head, "choices": choices, **fields}
 
   def chunk(self, choice: JsonObject, **fields: object) -> bytes:
     """Return the event of one choice, with its usage so far if requested (stream_options.continuous_usage_stats)."""
-    if self.has_running_usage:
-      request = self.job.requests[choice["index"] // self.job.params.n]
-      fields["usage"] = usage_of(request.sequences[0].num_prompt, self.num_generated[choice["index"]])
-    return event({**self.wrap([choice]), **fields})
+    i = choice["index"]
+    if self.has_running_usage: fields["usage"] = usage_of(self.sequences[i].num_prompt, self.num_generated[i])
+    return event(self.wrap([choice], **fields))
 
   def optional(self, **fields: object) -> JsonObject:
     """Return fields that are None unless requested. As in vLLM, chunks leave None out, whole answers have null."""
@@ -138,7 +140,7 @@ class ChoicesBuilder:
 
   def tokens(self, index: int, rows: list[dict[int, Logprob]], with_prompt: bool = False) -> list[Token]:
     """Return a choice's new tokens, with_prompt: after its prompt. rows: each token's log probabilities."""
-    seq = self.job.requests[index // self.job.params.n].sequences[index % self.job.params.n]
+    seq = self.sequences[index]
     start = 0 if with_prompt else seq.num_prompt + self.num_generated[index]
     return [Token(seq.tokens[max(0, i - 1):i], seq.tokens[i], row) for i, row in enumerate(rows, start)]
 
@@ -185,8 +187,8 @@ class GenerateBuilder(CompletionBuilder):
   """Writes the answer of /generate, which adds a list of the generated strings."""
   kind = "generate"
 
-  def wrap(self, choices: list[JsonObject]) -> JsonObject:
-    return {**super().wrap(choices), "text": [choice["text"] for choice in choices]}
+  def wrap(self, choices: list[JsonObject], **fields: object) -> JsonObject:
+    return super().wrap(choices, text=[choice["text"] for choice in choices], **fields)
 
 
 class ChatBuilder(ChoicesBuilder):
@@ -261,7 +263,7 @@ def fill(template: object, values: JsonObject) -> Any:
 
 class BlockBuilder:
   """Writes an answer that is a list of blocks of text, reasoning or tool calls. At most the last block is open.
-  Subclasses write the whole answer, and the last events. templates: see TABLES of agents.py."""
+  The answer has templates as a block has. Subclasses add values of the answer. templates: see TABLES of agents.py."""
   templates: JsonObject
 
   def __init__(self, job: Job):
@@ -269,13 +271,14 @@ class BlockBuilder:
     self.parser, = job.parsers()
     self.blocks: list[JsonObject] = []   # values by name; of a call, $text is its arguments
     self.end: CompletionOutput | None = None   # the last output
+    self.error: JsonObject | None = None   # in OpenAI's format
 
   is_cut = property(lambda self: self.end is not None and self.end.finish_reason != "stop")
 
   def response(self) -> JsonObject:
     output = self.job.requests[0].output()
     self.events(0, output, output.outputs[0])
-    return self.whole()
+    return self.whole(self.values())
 
   def events(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
     """Add a completion's new text to the blocks, and return the events."""
@@ -284,42 +287,43 @@ class BlockBuilder:
       if kind == "call": events += self.start(kind, text)
       elif kind != "arguments" and (not self.blocks or kind != self.blocks[-1]["$kind"]): events += self.start(kind)
       if kind == "call": continue
-      self.blocks[-1]["$text"] += text
-      if kind == "arguments": self.blocks[-1]["$arguments"] = chat_template.parse_arguments(text)   # all of them
-      events += self.write("delta", text)
+      block = self.blocks[-1]
+      block["$text"] += text
+      if kind == "arguments": block["$arguments"] = chat_template.parse_arguments(text)   # all of them
+      events += self.write("delta", block, text)
     if not completion.finish_reason: return events
     if not self.blocks: events += self.start("content")
     self.end = completion
     if self.is_cut: self.blocks[-1]["$status"] = "incomplete"
-    return events + self.write("closing")
+    return events + self.write("closing", self.blocks[-1])
 
   def start(self, kind: str, name: str = "") -> bytes:
     """Close the last block and open a new one. name: of a call's function."""
-    closing = self.write("closing") if self.blocks else b""
+    closing = self.write("closing", self.blocks[-1]) if self.blocks else b""
     self.blocks.append({"$kind": kind, "$id": uuid.uuid4().hex, "$index": len(self.blocks), "$name": name,
                         "$text": "", "$arguments": {}, "$status": "completed"})
-    return closing + self.write("opening")
+    return closing + self.write("opening", self.blocks[-1])
 
-  def item(self, block: JsonObject) -> JsonObject: return fill(self.templates[block["$kind"]]["whole"], block)
+  def whole(self, block: JsonObject) -> JsonObject: return fill(self.templates[block["$kind"]]["whole"], block)
 
-  def write(self, step: str, delta: str = "") -> bytes:
-    """Return the events of the last block: its opening, a delta or its closing."""
-    block = self.blocks[-1]
-    values = {**block, "$delta": delta, "$block": self.item(block) if step == "closing" else {}}
+  def write(self, step: str, block: JsonObject, delta: str = "") -> bytes:
+    """Return the events of a block or of the answer: its opening, a delta or its closing."""
+    values = {**block, "$delta": delta, "$whole": {} if step == "delta" else self.whole(block)}
     return b"".join(map(self.event, fill(self.templates[block["$kind"]][step], values)))
 
-  def first_events(self, output: RequestOutput) -> bytes:
-    values = {"$id": self.job.id, "$whole": self.whole()}
-    return b"".join(map(self.event, fill(self.templates["first"], values)))
-
-  def usage(self) -> JsonObject:
-    """Return the numbers of tokens."""
-    usage = self.job.usage()
-    num_cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return fill(self.templates["usage"], {
-      "$input": usage["prompt_tokens"], "$uncached": usage["prompt_tokens"] - num_cached, "$cached": num_cached,
-      "$output": usage["completion_tokens"] if self.end else 0, "$total": usage["total_tokens"]})
+  def values(self) -> JsonObject:
+    """Return the values of the answer so far."""
+    num_prompt, num_generated = num_tokens(self.job.requests)
+    num_cached = self.job.requests[0].sequences[0].num_cached or 0
+    return {"$kind": "answer", "$id": self.job.id, "$model": self.job.model_name, "$created": self.job.created,
+            "$blocks": [*map(self.whole, self.blocks)], "$input": num_prompt, "$cached": num_cached,
+            "$uncached": num_prompt - num_cached, "$output": num_generated if self.end else 0,
+            "$total": num_prompt + num_generated}
 
   def event(self, content: JsonObject) -> bytes: return event(content)
-  def whole(self) -> JsonObject: raise NotImplementedError
-  def last_events(self, error: Exception | None = None) -> bytes: raise NotImplementedError
+  def first_events(self, output: RequestOutput) -> bytes: return self.write("opening", self.values())
+
+  def last_events(self, error: Exception | None = None) -> bytes:
+    """Return the events after all blocks, or after an internal error."""
+    if error: self.error = internal_error(error)["error"]
+    return self.write("closing", self.values())
