@@ -47,7 +47,7 @@ def rates(llm: LLM, config: BenchConfig) -> None:
   n_prompt = min(512, half) if config.n_prompt is None else config.n_prompt
   n_gen = min(128, half) if config.n_gen is None else config.n_gen
   size = sum(x.nbytes for x in model_weights(model)) / 2**20
-  params = sum(x.num_elements for x in plain_weights(llm.model_config, type(model))) / 1e6
+  params = sum(math.prod(x.shape) for x in plain_weights(llm.model_config, type(model))) / 1e6
   print(*FLAGS["bench_header"], sep="\n")   # llama-bench's columns
   for test, n, shape in (("pp", n_prompt, (n_prompt, 1)), ("tg", n_gen, (1, n_gen))):
     if not n: continue

@@ -70,15 +70,14 @@ def is_in_layer(name: str) -> bool: return bool(re.search(r"\b(layers|h)\.\d", n
 class Weight(NamedTuple):
   """The facts that determine the memory of a weight."""
   name: str
-  num_axes: int
-  num_elements: int
+  shape: tuple
   nbytes: int
   is_float: bool = True   # else it keeps its size
 
 
 def model_weights(model: Llama) -> list[Weight]:
   """Return the weights of a model on its devices, each under the name of its first source."""
-  return [Weight(f"{next(iter(module.sources))}.{name}", x.ndim, int(x.numel()), x.nbytes())
+  return [Weight(f"{next(iter(module.sources))}.{name}", x.shape, x.nbytes())
           for module in model.modules() for name, x in nn.state.get_state_dict(module).items()]
 
 
@@ -91,8 +90,8 @@ def weight_bytes(weights: list[Weight], quantization: str | None = None, itemsiz
   """Return the bytes of weights on a device: floats take at most `itemsize` each, and matrices of layers fewer with the
   quantization "int8" or "int4". Another value changes nothing."""
   def size(x: Weight) -> float:
-    bits = QUANTIZED.get(quantization or "") if is_in_layer(x.name) and x.num_axes > 1 else None
-    return min(x.nbytes, x.num_elements * (bits or 8 * itemsize) / 8) if x.is_float else x.nbytes
+    bits = QUANTIZED.get(quantization or "") if is_in_layer(x.name) and len(x.shape) > 1 else None
+    return min(x.nbytes, math.prod(x.shape) * (bits or 8 * itemsize) / 8) if x.is_float else x.nbytes
   return int(sum(map(size, weights)))
 
 
@@ -100,7 +99,7 @@ def checkpoint_bytes(source: "FastCheckpoint", quantization: str | None) -> int:
   """Return the bytes that a checkpoint's model takes on each of its devices, at least: padding and tensors that are
   dequantized while loading take more."""
   sources = {name for module in source.model.modules() for name in module.sources}
-  weights = [Weight(name, len(x.shape), math.prod(x.shape), x.nbytes, x.dtype.kind in "fu")   # u: bfloat16
+  weights = [Weight(name, x.shape, x.nbytes, x.dtype.kind in "fu")   # u: bfloat16
              for name, x in source.tensors.items() if name.rpartition(".")[0] in sources]
   total = weight_bytes(weights, None if source.method else quantization, source.model.dtype.itemsize)
   return total // len(source.model.devices.names)

@@ -16,12 +16,12 @@ from . import quantization, weights
 from .gguf_tokenizer import make_tokenizer
 
 # Names in GGUF files and in Hugging Face's. keys: a metadata key without the architecture's prefix -> a field of
-# config.json. floats: those fields that are not integers. names: a component of a tensor's name -> Hugging Face's;
-# own_names: of an architecture. windowed: of files with a sliding window. permuted: the two rows that RoPE rotates are
-# adjacent in the file. missing: tensors that an architecture, or some of its layers, lack. layer_types: keys of a value
-# for each layer, 0 or not. fixed: fields of config.json. partial: a part of a head may rotate. end_tokens: they end a
-# turn in files without tokenizer.ggml.eot_token_id, as in llama.cpp (src/llama-vocab.cpp). types: see TensorType, by
-# GGUF type id. other_types: names of unsupported types
+# config.json; scaling: -> a field of its rope_scaling. floats: those fields that are not integers. names: a component
+# of a tensor's name -> Hugging Face's; own_names: of an architecture. windowed: of files with a sliding window.
+# permuted: the two rows that RoPE rotates are adjacent in the file. missing: tensors that an architecture, or some of
+# its layers, lack. layer_types: keys of a value for each layer, 0 or not. fixed: fields of config.json. partial: a part
+# of a head may rotate. end_tokens: they end a turn in files without tokenizer.ggml.eot_token_id, as in llama.cpp
+# (src/llama-vocab.cpp). types: see TensorType, by GGUF type id. other_types: names of unsupported types
 TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")   # in every part of a split model
@@ -228,17 +228,15 @@ def read_config(path: pathlib.Path, metadata: JsonObject, tensors: dict[str, GGU
 
 def read_scaling(arch: str, metadata: JsonObject, tensors: dict[str, GGUFTensor]) -> JsonObject:
   """Return rope_scaling of an equivalent config.json, empty for none."""
-  def get(key: str, default: float | None = None) -> Any: return metadata.get(f"{arch}.rope.scaling.{key}", default)
   freqs, long, short = [tensors[name].read().tolist() if name in tensors else None for name in ROPE_TENSORS]
   if freqs: return {"rope_type": "factors", "factors": freqs}   # llama3's, computed by llama.cpp's converter
+  rope = {name: metadata[f"{arch}.{key}"] for key, name in TABLES["scaling"].items() if f"{arch}.{key}" in metadata}
   if long: return {"rope_type": "longrope", "long_factor": long, "short_factor": short,
-                   "attention_factor": get("attn_factor")}
-  if get("type") in (None, "none"): return {}
-  rope = {"rope_type": get("type"), "factor": get("factor", 1.0), "beta_fast": get("yarn_beta_fast"),
-          "beta_slow": get("yarn_beta_slow"), "attention_factor": get("attn_factor") if arch == "olmo2" else None,
-          "mscale": 1.0 if get("yarn_log_multiplier") else None, "mscale_all_dim": get("yarn_log_multiplier"),
-          "llama_4_scaling_beta": metadata.get(f"{arch}.attention.temperature_scale")}
-  return {name: value for name, value in rope.items() if value is not None}
+                   "attention_factor": rope.get("attention_factor")}
+  if rope.get("rope_type", "none") == "none": return {}
+  if rope.get("mscale_all_dim"): rope["mscale"] = 1.0
+  if arch != "olmo2": rope.pop("attention_factor", None)
+  return {"factor": 1.0, **rope}
 
 
 def read_options(path: pathlib.Path, arch: str, metadata: JsonObject, config: JsonObject) -> JsonObject:

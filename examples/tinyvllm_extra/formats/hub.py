@@ -14,13 +14,11 @@ from .weights import FastCheckpoint, SafetensorsCheckpoint
 
 # ORG/NAME, or for a GGUF model ORG/NAME:TYPE or ORG/NAME:FILE. A name that ends with .gguf is a path
 NAME = re.compile(r"(\w[\w.-]*/[\w.-]+)(?<!\.gguf)(?::(.+))?")
-# The files of a model folder, in the root of a repository
-FILES = re.compile(r"(config|generation_config|tokenizer(_config|)|special_tokens_map|chat_template|modules|"
-                   r"1_Pooling/config)\.json|tokenizer\.model|(additional_chat_templates/[^/]+|chat_template)\.jinja|"
-                   r"(?!consolidated|adapter)[^/]+\.safetensors(\.index\.json)?")
 ENDING = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE)   # ending of a GGUF file, or of a part of a split one
-# Messages for classes of huggingface_hub.errors; the first one that matches applies
-ERRORS = read_json(pathlib.Path(__file__).with_suffix(".json"))
+# files: of a model folder, in the root of a repository. errors: messages for classes of huggingface_hub.errors; the
+# first one that matches applies
+TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
+FILES = re.compile("|".join(TABLES["files"]))
 
 
 def match_name(model: object) -> re.Match | None:
@@ -60,7 +58,7 @@ def local_path(model: str | pathlib.Path, config: LLMConfig = LLMConfig()) -> pa
   except (hub.errors.HTTPError, hub.errors.RevisionResolutionError, OSError) as e:
     fields = {"prefix": f"model={model!r}", "url": f"{hub.constants.ENDPOINT}/{name}", "revision": config.revision,
               "reason": str(e).partition("\n")[0]}
-    texts = [text for name, text in ERRORS.items() if isinstance(e, getattr(hub.errors, name))]
+    texts = [text for name, text in TABLES["errors"].items() if isinstance(e, getattr(hub.errors, name))]
     if texts: raise InputError(texts[0].format(**fields)) from e
     raise RuntimeError("{prefix}: the download failed, repeat it to continue: {reason}".format(**fields)) from e
 
@@ -184,7 +182,6 @@ class Repository:
     with self.hub.utils.WeakFileLock(self.locks / f"{metadata.etag}.lock"):   # huggingface_hub uses the same one
       if blob.exists(): return
       with part.open("ab") as output:
-        headers = self.hub.utils.build_hf_headers()
-        self.hub.file_download.http_get(url, output, resume_size=output.tell(), headers=headers,
-                                        expected_size=metadata.size, displayed_filename=file)
+        self.hub.file_download.http_get(url, output, resume_size=output.tell(), expected_size=metadata.size,
+                                        headers=self.hub.utils.build_hf_headers(), displayed_filename=file)
       part.rename(blob)

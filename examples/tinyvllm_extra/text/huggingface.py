@@ -147,14 +147,13 @@ def wrap_sentencepiece(model: SentencePieceProcessor, config: JsonObject) -> Cha
   return ChatTokenizer(encode, decode, get_vocab, model.IdToPiece, added, special_ids, config, model)
 
 
-def wrap(library: "tokenizers.Tokenizer", config: JsonObject) -> ChatTokenizer:
+def wrap(model: "tokenizers.Tokenizer", config: JsonObject) -> ChatTokenizer:
   """Make a ChatTokenizer from a tokenizers.Tokenizer, with the tokens that only tokenizer_config.json adds."""
-  known = {token.content for token in library.get_added_tokens_decoder().values()}
+  known = {token.content for token in model.get_added_tokens_decoder().values()}
   tokens = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
-  library.add_tokens([optional("tokenizers", "hf", "tokenizer.json").AddedToken(**token)
-                      for _, token in tokens if token["content"] not in known])
-  special_ids = {token.content: i for i, token in library.get_added_tokens_decoder().items() if token.special}
+  model.add_tokens([optional("tokenizers", "hf", "tokenizer.json").AddedToken(**token)
+                    for _, token in tokens if token["content"] not in known])
+  ids = {token.content: i for i, token in model.get_added_tokens_decoder().items() if token.special}
   def encode(text: str, special: bool) -> list[int]:   # a batch, because other threads run in the meantime
-    return library.encode_batch_fast([text], add_special_tokens=special)[0].ids
-  return ChatTokenizer(encode, library.decode, library.get_vocab, library.id_to_token, special_ids,
-                       set(special_ids.values()), config, library)
+    return model.encode_batch_fast([text], add_special_tokens=special)[0].ids
+  return ChatTokenizer(encode, model.decode, model.get_vocab, model.id_to_token, ids, {*ids.values()}, config, model)

@@ -94,8 +94,7 @@ class Parser:
     self.is_start = True     # the answer has only white space so far
     self.skipped = ""        # characters to skip before the next text
     self.scanned = 0         # characters of the text that have been searched
-    opened = output_format.opened_by(prompt_end)
-    if opened: self.open(opened, 0)
+    if opened := output_format.opened_by(prompt_end): self.open(opened, 0)
 
   def feed(self, delta: str, is_finished: bool = False) -> list[Event]:
     """Return the events of the next piece of text. is_finished: it is the last one. Arguments belong to the call before

@@ -8,7 +8,6 @@ from typing import Any
 from tinyvllm.config import InputError, JsonObject, check
 
 Choice = str | JsonObject | None   # a request's tool_choice
-NO_PARAMETERS = {"type": "object", "properties": {}}
 # Keywords that combine schemas: closing one part would exclude the properties of the others
 COMBINATIONS = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "unevaluatedProperties",
                 "additionalProperties"}
@@ -41,7 +40,7 @@ def calls_schema(tools: list[JsonObject], choice: Choice, parallel: bool = True)
   or for schemas that cannot be merged."""
   functions = callable_functions(tools, choice)
   if not requires_call(choice): return None
-  functions = {name: close(parameters or NO_PARAMETERS) for name, parameters in functions.items()}
+  functions = {name: close(schema or {"type": "object", "properties": {}}) for name, schema in functions.items()}
   calls = [{"type": "object", "properties": {"name": {"const": name}, "arguments": parameters},
             "required": ["name", "arguments"], "additionalProperties": False} for name, parameters in functions.items()]
   is_single = not parallel or isinstance(choice, dict) and choice["type"] == "function"
@@ -200,7 +199,7 @@ READERS = {   # by the format of a section
 
 def is_in_string(text: str) -> bool:
   """Return whether JSON text ends within a string, which may contain a marker."""
-  return re.sub(r"\\.", "", text, flags=re.DOTALL).count('"') % 2 == 1
+  return re.sub(r"(?s)\\.", "", text).count('"') % 2 == 1
 
 
 def read_calls(section_format: str, text: str, functions: Functions, is_cut: bool) -> list[Event]:
@@ -233,7 +232,7 @@ def types_of(schema: object, root: JsonObject, depth: int = 0) -> set[str]:
 
 def fit(text: str, types: set[str]) -> object:
   """Return a parameter as a value of one of the types, in JSON's or Python's syntax, else as text."""
-  words = {"true": True, "false": False, "null": None, **({} if "string" in types else {"none": None})}
+  words = {"true": True, "false": False, "null": None} | ({} if "string" in types else {"none": None})
   for read in (lambda x: words[x.lower()], json.loads, ast.literal_eval):
     try: value = json.loads(json.dumps(read(text.strip()), allow_nan=False))
     except (ValueError, TypeError, LookupError, SyntaxError, RecursionError, MemoryError): continue
