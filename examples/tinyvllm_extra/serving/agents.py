@@ -14,7 +14,7 @@ from .protocol import SAMPLING, Body, ChatCompletionRequest, Int, JsonBody, thin
 # ignored: fields of the official clients without effect here. stateful: fields that need stored responses or prompts.
 # echo: properties of a response that repeat the request, with defaults. messages, responses: templates of an answer and
 # of each kind of block, with names of values, see BlockBuilder: a whole one, and the events that open it, add text and
-# close it; usage: of a finished response. Clients drop thinking without signature
+# close it; failed: after an error; usage: of a finished response. Clients drop thinking without signature
 TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
 # Fields that the chat takes over unchanged
 CHAT_FIELDS = {name: x for name, x in SAMPLING.items() if name not in ("n", "logprobs", "prompt_logprobs")} | {
@@ -141,11 +141,8 @@ class MessagesBuilder(answers.BlockBuilder):
     sequence = self.end.stop_reason if self.end and isinstance(self.end.stop_reason, str) else None
     has_calls = any(block["$kind"] == "call" for block in self.blocks)
     reason = "max_tokens" if self.is_cut else "tool_use" if has_calls else "stop_sequence" if sequence else "end_turn"
-    return {**super().values(), "$reason": reason if self.end else None, "$sequence": sequence}
-
-  def last_events(self, error: Exception | None = None) -> bytes:
-    if error: return self.event(errors.anthropic_error(errors.internal_error(error)["error"]))
-    return super().last_events()
+    return {**super().values(), "$reason": reason if self.end else None, "$sequence": sequence,
+            "$error": self.error and errors.anthropic_error(self.error)}
 
 
 # POST /v1/responses, OpenAI's newer protocol, without stored state: the client sends the whole conversation. Its items

@@ -326,4 +326,4 @@ class BlockBuilder:
   def last_events(self, error: Exception | None = None) -> bytes:
     """Return the events after all blocks, or after an internal error."""
     if error: self.error = internal_error(error)["error"]
-    return self.write("closing", self.values())
+    return self.write("failed" if error else "closing", self.values())
