@@ -1,9 +1,8 @@
 """`tinyvllm bench`: prompt and generation rates in llama-bench's table. `bench throughput` and `bench serve`: flags and
 metrics of vllm bench. Prompts are random token ids, new in each run. Captures and warm-ups are not measured."""
-import dataclasses, functools, math, os, random, time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+import concurrent.futures, functools, math, os, random, time
 from typing import NamedTuple
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from tinygrad import Device
@@ -70,10 +69,10 @@ def send(remote: Remote, config: BenchConfig) -> Answer:
 def serve(model: str | None, config: BenchConfig) -> list[Answer]:
   """Send requests to a server, which arrive in a Poisson process."""
   remote = Remote({"url": config.base_url, "api_key": os.environ.get("OPENAI_API_KEY"), "model": model}, {})
-  def submit(rate: float) -> Future[Answer]:
+  def submit(rate: float) -> concurrent.futures.Future[Answer]:
     time.sleep(random.expovariate(rate))
     return pool.submit(send, remote, config)
-  with ThreadPoolExecutor(config.max_concurrency or config.num_prompts) as pool:
+  with concurrent.futures.ThreadPoolExecutor(config.max_concurrency or config.num_prompts) as pool:
     for warm_up in [submit(math.inf) for _ in range(min(32, config.num_prompts))]: warm_up.result()   # may raise
     answers = [submit(config.request_rate) for _ in range(config.num_prompts)]
   for error in {str(x.exception()) for x in answers if x.exception()}: logger.warning(f"a request failed: {error}")
@@ -101,9 +100,9 @@ def main(args: JsonObject) -> None:
   mode, variables = args.get("mode", ""), args["variables"]
   if mode not in MODES:   # the word is a model
     check("model" not in args or "model" in variables, f"mode={mode!r} must be throughput or serve")
-    mode, args = "", {**args, "model": mode}
+    mode, args = "", args | {"model": mode}
   options, engine = select_options(args, BenchConfig), select_options(args, LLMConfig)
-  used = [field.name for field in dataclasses.fields(BenchConfig)][MODES[mode]]
+  used = [*BenchConfig.__dataclass_fields__][MODES[mode]]
   unused = {*options, *(engine if mode == "serve" else ())}.difference(used, variables)
   check(not unused, f"{', '.join(unused)}: not a flag of `tinyvllm bench{mode and ' ' + mode}`")
   config, model = BenchConfig(**options), args.get("model")

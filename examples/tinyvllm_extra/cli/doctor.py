@@ -2,8 +2,7 @@
 models fit. Each backend runs in its own process, since a driver may hang or crash. The bandwidth test runs the
 engine's matmul, so that it predicts the engine's speed. `--tune` measures the tiles of matrix kernels in a model's
 shapes, for steps that decode, and keeps the fastest ones in the file of programs.tiles_path."""
-import copy, importlib.metadata, json, os, pathlib, platform, re
-import shlex, shutil, signal, statistics, subprocess, sys, time
+import copy, importlib.metadata, json, os, pathlib, platform, re, shlex, shutil, signal, subprocess, sys, time
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +63,7 @@ def seconds_per_call(step: Callable[[], object], seconds: float) -> float:
     with Context(JIT_BATCH_SIZE=0): graph()
     Device[Device.DEFAULT].synchronize()
     durations.append(time.perf_counter() - started)
-  return statistics.median(durations[2:])
+  return float(np.median(durations[2:]))
 
 
 def bandwidth(layer_type: type[Linear], size: int, dtype: Any, seconds: float) -> float:
@@ -123,7 +122,7 @@ def tune(name: str, hf: JsonObject, quantization: str | None) -> list[JsonObject
             if isinstance(x, matmul.FastLinear) and x.num_experts == 1 and x.weight.ndim == 8}
   check(layers, f"DEV={Device.DEFAULT} has nothing to tune for {name}: only CUDA's tensor cores have several kernels")
   report: list[JsonObject] = []
-  for layer in helpers.tqdm([*layers.values()], desc="measuring", disable=None):
+  for layer in helpers.tqdm(layers.values(), desc="measuring", disable=None):
     copies = copies_of(layer, prequantized(hf) or quantization)
     for x in [Tensor.ones(T, 32 * layer.weight.max_shape[1], dtype=model.dtype).contiguous().realize() for T in ROWS]:
       report.append({"matrix": ", ".join(name.rpartition(".")[2] for name in layer.sources), **choose(copies, x, kept)})
@@ -137,7 +136,7 @@ def tune(name: str, hf: JsonObject, quantization: str | None) -> list[JsonObject
 def run_probe(dev: str, seconds: float) -> JsonObject:
   """Run `probe` in a process and return its facts. dev: backend, or "" for tinygrad's default."""
   try: done = subprocess.run([sys.executable, "-c", f"from tinyvllm_extra.cli import doctor; doctor.probe({seconds})"],
-                             env={**os.environ, "DEV": dev}, capture_output=True, timeout=LIMIT + seconds, check=False)
+                             env={**os.environ, "DEV": dev}, capture_output=True, timeout=LIMIT + seconds)
   except subprocess.TimeoutExpired: return {"opens": False, "reason": f"no answer within {LIMIT + seconds:.0f} s"}
   facts: JsonObject = {"opens": False}
   code = done.returncode
@@ -149,7 +148,7 @@ def run_probe(dev: str, seconds: float) -> JsonObject:
 def make_report(seconds: float, models: dict[str, JsonObject], kv_cache_dtype: str) -> JsonObject:
   """Test all backends and return the report. models: the content of config.json, by name."""
   dev = os.environ.get("DEV", "")
-  backends = [{"backend": name, **run_probe(name, seconds)} for name in dict.fromkeys([*ORDER, dev.upper()]) if name]
+  backends = [{"backend": name} | run_probe(name, seconds) for name in dict.fromkeys([*ORDER, dev.upper()]) if name]
   default = run_probe(dev, 0)
   opened = [row for row in backends if row["opens"]]
   default_rows = [row for row in opened if row["renderer"] == default.get("renderer")]
@@ -209,7 +208,7 @@ def read_model(path: pathlib.Path) -> tuple[JsonObject, JsonObject]:
 
 def main(args: JsonObject) -> int:
   """Run `tinyvllm doctor`. Return the exit code: 0, or 1 if no backend opens. Raises InputError for a bad option."""
-  seconds, model = args["seconds"], args.get("model")
+  seconds, model = args["seconds"], args["model"]
   check(0 < seconds <= 60, f"seconds={seconds} must be above 0 and at most 60")
   models = read_json(pathlib.Path(__file__).parent / "shapes.json")
   description: JsonObject = {}

@@ -1,12 +1,10 @@
 """Flags of the command line: one for each field of the option classes, in groups; vLLM's short flags, JSON flags in
 parts and --config FILE; environment variables. Imports neither tinygrad nor numpy, so that --help is fast."""
-import argparse, dataclasses, difflib, functools, json, math, os, pathlib, re
-from types import UnionType
+import argparse, dataclasses, difflib, functools, json, math, os, pathlib, re, types
 from typing import Any, NoReturn, get_args, get_origin
 
 from tinyvllm.config import InputError, JsonObject, Options, check, logger, option, read_json
-from tinyvllm_extra.options import LLMConfig, optional
-from tinyvllm_extra import vllm_options
+from tinyvllm_extra import options, vllm_options
 
 # Groups of --help (only --help-all shows other flags), variables: arguments of add_argument, by name; llama.cpp's
 # letters, units of integers, `tinyvllm run`'s defaults, values of a bool's environment variable, arguments of
@@ -38,7 +36,7 @@ def integer(text: str) -> int | None:
 
 def parsing_of(field: dataclasses.Field) -> JsonObject:
   """Return the arguments of argparse's add_argument that parse a value of the field's type."""
-  value_type = get_args(field.type)[0] if isinstance(field.type, UnionType) else field.type   # int of int | None
+  value_type = get_args(field.type)[0] if isinstance(field.type, types.UnionType) else field.type   # int of int | None
   if value_type is bool: return {"action": argparse.BooleanOptionalAction}
   is_list = get_origin(value_type) is list
   item = get_args(value_type)[0] if is_list else value_type
@@ -98,7 +96,7 @@ def add_flags(command: CommandParser, words: str, argv: list[str], *classes: typ
   command.add_argument("--help-all", action="help", help="Show rare flags, too, and exit")
   # Without n, which is 1 here
   fields = {field.name: field for x in reversed(classes) for field in dataclasses.fields(x) if field.name != "n"}
-  forms = {name: {"help": help_of(field, words), **parsing_of(field)} for name, field in fields.items()}
+  forms = {name: parsing_of(field) | {"help": help_of(field, words)} for name, field in fields.items()}
   forms |= FLAGS["variables"] | own | {"log_level": FLAGS["log_level"]}
   rare = {f"Rare flags of {x.__name__}": [*x.__dataclass_fields__, "log_level"] for x in classes}
   for title, names in (FLAGS["groups"] | rare).items():
@@ -113,7 +111,7 @@ def add_flags(command: CommandParser, words: str, argv: list[str], *classes: typ
     command.add_argument(flag_of(name), help=argparse.SUPPRESS, **form)
 
 
-def flag_of(name: str) -> str: return "--" + name.replace("_", "-")
+def flag_of(name: str) -> str: return f"--{name}".replace("_", "-")
 
 
 def parse_flags(parser: CommandParser, argv: list[str]) -> JsonObject:
@@ -133,14 +131,14 @@ def parse_flags(parser: CommandParser, argv: list[str]) -> JsonObject:
     value = FLAGS["switch"].get(text, text) if isinstance(action, argparse.BooleanOptionalAction) else text
     args |= command.parse_options(f"{variable}={text!r}", to_words({name: value}))
     args["variables"][name] = variable
-  if "config" in args: args = {**command.parse_options("--config", read_config(args["config"])), **args}
+  if "config" in args: args = command.parse_options("--config", read_config(args["config"])) | args
   if "log_level" in args: logger.setLevel(args["log_level"].upper())
   return args
 
 
 def select_options(args: JsonObject, option_class: type[Options]) -> JsonObject:
   """Return the fields of an option dataclass that the command line sets. LLMConfig: all options of LLM."""
-  names = [*option_class.__dataclass_fields__, *(vllm_options.NO_EFFECT if option_class is LLMConfig else ())]
+  names = [*option_class.__dataclass_fields__, *(vllm_options.NO_EFFECT if option_class is options.LLMConfig else ())]
   return {name: args[name] for name in names if name in args}
 
 
@@ -149,7 +147,7 @@ def select_options(args: JsonObject, option_class: type[Options]) -> JsonObject:
 def expand(argv: list[str]) -> list[str]:
   """Return a command line for argparse: full flags with dashes, and one JSON value for a flag in parts, as in
   `--speculative-config.method ngram`."""
-  result: list[str] = []
+  result = list[str]()
   objects: JsonObject = {}   # by flag
   words = iter(argv)
   for word in words:
@@ -174,7 +172,7 @@ def parse_value(text: str) -> object:
 
 def read_config(path: str) -> list[str]:
   """Return the options in a YAML file as a command line. Raises InputError for a file that is not of options."""
-  yaml = optional("yaml", "server", "--config")
+  yaml = options.optional("yaml", "server", "--config")
   try: content = yaml.safe_load(pathlib.Path(path).expanduser().read_text())
   except (OSError, yaml.YAMLError) as error: raise InputError(f"config={path!r} cannot be read: {error}") from error
   check(isinstance(content, dict), f"config={path!r} must hold lines `option: value`")
@@ -183,9 +181,9 @@ def read_config(path: str) -> list[str]:
 
 def to_words(content: JsonObject) -> list[str]:
   """Return options as a command line."""
-  words: list[str] = []
+  words = list[str]()
   for name, value in content.items():
-    flag = f"--{name}".replace("_", "-")
+    flag = flag_of(name)
     if isinstance(value, bool): words.append(flag if value else flag.replace("--", "--no-", 1))
     elif isinstance(value, list): words += [flag, *map(str, value)]
     elif value is not None: words.append(f"{flag}={json.dumps(value) if isinstance(value, dict) else value}")

@@ -3,9 +3,8 @@ structured outputs. The command line makes flags of the fields, so that nothing 
 import collections, dataclasses, math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tinyvllm import request
 from tinyvllm.config import InputError, JsonObject, ModelConfig, check, check_ids, option
-from tinyvllm.request import MAX_INT, Sequence
+from tinyvllm.request import MAX_INT, SamplingParams as CoreSamplingParams, Sequence
 from tinyvllm_extra.options import SAMPLING_DEFAULTS
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ class Logprob(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingParams(request.SamplingParams):
+class SamplingParams(CoreSamplingParams):
   """Sampling parameters of a request, under vLLM's names."""
   skip_special_tokens: bool = option(True, "Leave special tokens out of the text")
   min_tokens: int = option(0, "Minimum tokens before an end token or a stop string", min=0, max=MAX_INT)
@@ -74,7 +73,7 @@ class SamplingParams(request.SamplingParams):
 
   def processor(self, tokenizer: "ChatTokenizer", model: ModelConfig) -> "Processor | None":
     # After skip_special_tokens, which changes no logits
-    own_fields = dataclasses.fields(self)[len(dataclasses.fields(request.SamplingParams)) + 1:]
+    own_fields = dataclasses.fields(self)[len(dataclasses.fields(CoreSamplingParams)) + 1:]
     return Processor(self, tokenizer, model) if any(getattr(self, x.name) != x.default for x in own_fields) else None
 
 
@@ -86,9 +85,8 @@ class Processor:
     spellings = [space + word.lstrip() for word in params.bad_words or () for space in ("", " ")]
     self.bad_words = [*filter(None, (tokenizer.encode(spelling, False) for spelling in spellings))]
     import numpy as np
-    bits = np.zeros(-(-model.vocab_size // 32) * 32, bool)
-    bits[params.allowed_token_ids or []] = True
-    self.allowed = np.packbits(bits, bitorder="little").view(np.int32) if params.allowed_token_ids else None
+    ids, num_bits = params.allowed_token_ids, -(-model.vocab_size // 32) * 32
+    self.allowed = np.packbits(np.isin(np.arange(num_bits), ids), bitorder="little").view(np.int32) if ids else None
     structured = params.structured_outputs
     self.constraint = structured and structured.constraint(tokenizer, model.vocab_size, model.eos_token_ids)
     self.has_penalty = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty

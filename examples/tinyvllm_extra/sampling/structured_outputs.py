@@ -1,7 +1,6 @@
 """Structured outputs: llguidance compiles a JSON schema, a regular expression or a grammar to a Constraint, which
 returns the bitmask of allowed tokens at each position."""
-import dataclasses, functools, json, pathlib, re
-from types import ModuleType
+import dataclasses, functools, json, pathlib, re, types
 from typing import Any
 
 import numpy as np
@@ -37,12 +36,12 @@ class StructuredOutputsParams:
 
   def __init__(self, **fields: object):
     fields = {name: value for name, value in fields.items() if value not in (None, False)}
-    types = {field.name: field.type for field in dataclasses.fields(self)}
-    names = [name for name in fields if name in CONSTRAINTS or name not in types]
-    check(len(names) == 1 and names[0] in types and fields[names[0]],
+    kinds = {field.name: field.type for field in dataclasses.fields(self)}
+    names = [name for name in fields if name in CONSTRAINTS or name not in kinds]
+    check(len(names) == 1 and names[0] in kinds and fields[names[0]],
           f"structured_outputs={fields} must have exactly one of {', '.join(CONSTRAINTS)}", fields)
     for name, x in fields.items():
-      check(has_type(x, types[name]), f"structured_outputs: {name}={x!r} must be of type {types[name]}", fields)
+      check(has_type(x, kinds[name]), f"structured_outputs: {name}={x!r} must be of type {kinds[name]}", fields)
     vars(self).update(fields)
 
   def constraint(self, tokenizer: ChatTokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "Constraint":
@@ -60,13 +59,12 @@ class StructuredOutputsParams:
     check(not matcher.is_error(), f"structured_outputs: {name}: {' '.join(matcher.get_error().split())}")
     return Constraint(self, matcher, vocab_size, tokenizer)
 
-  def compile(self, library: ModuleType, name: str, text: str, tokenizer: ChatTokenizer) -> str:
+  def compile(self, library: types.ModuleType, name: str, text: str, tokenizer: ChatTokenizer) -> str:
     """Return llguidance's grammar for a constraint."""
     if name == "structural_tag": return tag_grammar(library, json.loads(text), tokenizer)
     if name not in ("json", "json_object"): return library.grammar_from(name, text)
-    options: JsonObject = {"whitespace_flexible": False} if self.disable_any_whitespace else {}
-    if self.whitespace_pattern: options["whitespace_pattern"] = self.whitespace_pattern
-    return library.LLMatcher.grammar_from_json_schema(json.dumps(narrowed(json.loads(text))), overrides=options or None)
+    spaces = {"whitespace_flexible": not self.disable_any_whitespace, "whitespace_pattern": self.whitespace_pattern}
+    return library.LLMatcher.grammar_from_json_schema(json.dumps(narrowed(json.loads(text))), spaces)
 
 
 def narrowed(schema: object) -> object:
@@ -88,7 +86,7 @@ def narrowed(schema: object) -> object:
   return schema
 
 
-def tag_grammar(library: ModuleType, tag: JsonObject, tokenizer: ChatTokenizer) -> str:
+def tag_grammar(library: types.ModuleType, tag: JsonObject, tokenizer: ChatTokenizer) -> str:
   """Return the grammar for output with tags. tag: one of vLLM's formats: {"triggers": [...], "structures": [{"begin",
   "schema", "end"}]}, or {"format": {"type": "triggered_tags", "triggers": [...], "tags": [{"begin", "content":
   {"type": "json_schema", "json_schema"}, "end"}]}}. A trigger is the start of `begin`."""
@@ -165,7 +163,7 @@ class Vocabulary:
 
 
 @functools.lru_cache(maxsize=8)   # takes a second, once for each model
-def load_vocabulary(library: ModuleType, tokenizer: ChatTokenizer, vocab_size: int, ends: tuple[int, ...]) -> Any:
+def load_vocabulary(library: types.ModuleType, tokenizer: ChatTokenizer, vocab_size: int, ends: tuple[int, ...]) -> Any:
   """Return an LLTokenizer of llguidance, which parses tokenizer.json itself. ends: the model's end tokens."""
   model = tokenizer.library
   vocabulary = Vocabulary(model, tokenizer) if isinstance(model, SentencePieceProcessor) else model.to_str()

@@ -1,7 +1,6 @@
 """Writes a trace: a header, then a line of JSON for each step of an engine. examples/docs/trace.md describes the lines.
 The engine's thread only collects them; another one writes. Without a trace, no code of this module runs in a step."""
-import collections, contextlib, io, json, os, pathlib, threading, time, weakref
-from typing import NamedTuple
+import collections, contextlib, io, json, os, pathlib, threading, time, typing, weakref
 
 from tinyvllm.config import InputError, JsonObject, logger
 from tinyvllm.engine import Engine
@@ -55,8 +54,8 @@ def stop(lines: collections.deque[JsonObject | None], thread: threading.Thread) 
 
 # A step whose results are not read yet, with its line so far, and when it was scheduled; and of each of its sequences
 # the block table, which it leaves unchanged when it ends, and the number of draft tokens
-Scheduled = NamedTuple("Scheduled", [("step", Step), ("line", JsonObject), ("time", float),
-                                     ("tables", list[list[int]]), ("num_drafts", list[int])])
+Scheduled = typing.NamedTuple("Scheduled", [("step", Step), ("line", JsonObject), ("time", float),
+                                            ("tables", list[list[int]]), ("num_drafts", list[int])])
 
 
 class Tracer:
