@@ -122,8 +122,7 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights, Generic[T]):
 
   def check_unused(self, names: Iterable[str]) -> None:
     """Like the core's, but quantized checkpoints may also hold UNUSED tensors, and zero biases for a model without."""
-    def is_redundant(name: str) -> bool:
-      return name.endswith(UNUSED) or name.endswith(".bias") and not self.tensors[name].read().any()
+    def is_redundant(x): return x.endswith(UNUSED) or x.endswith(".bias") and not self.tensors[x].read().any()
     if "lm_head.weight" in names and self.model.config.tie_word_embeddings:
       logger.warning(f"{self.path}: lm_head.weight is not used, because config.json has tie_word_embeddings")
     super().check_unused([name for name in names if not (self.method and is_redundant(name))])

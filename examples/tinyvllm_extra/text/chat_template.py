@@ -98,8 +98,7 @@ def forms(messages: Messages) -> Iterator[Messages]:
   templates accept one form, or drop a later instruction."""
   instructions = [x for x in messages if x.get("role") in INSTRUCTIONS]
   first = [{**x, "content": "\n\n".join(map(plain_text, instructions))} for x in instructions[:1]]
-  others = [x for x in messages if x and x.get("role") not in INSTRUCTIONS]
-  for form in (messages, [*first, *others]):
+  for form in (messages, [*first, *(x for x in messages if x and x.get("role") not in INSTRUCTIONS)]):
     yield form
     if any(message.get("tool_calls") for message in form):
       yield [with_arguments(message, lambda x: json.dumps(x, ensure_ascii=False)) for message in form]

@@ -212,8 +212,7 @@ class Parser:
   def read_value(self) -> bool:
     """Read calls up to the end of the first value in brackets."""
     if self.section.format == "mistral" and not self.scanned:   # [ARGS] is not a list
-      head = MISTRAL.match(self.text)
-      if not head: return self.is_finished and self.reject()
+      if not (head := MISTRAL.match(self.text)): return self.is_finished and self.reject()
       self.scanned = head.end()
     end = self.value_end(self.section.format == "pythonic")
     if end is None and not self.is_finished: return False
