@@ -15,13 +15,11 @@ from tinyvllm.llama import Checkpoint
 from tinyvllm_extra.models.experts import group_by_expert
 from tinyvllm_extra.models.quantized import Matrix, UNQUANTIZED, Quantized, narrow
 from tinyvllm_extra.models.storage_order import (STORED, pack_numbers, prepare_scales, reorder, scales_shape,
-                                                 stored_shape)
-from tinyvllm_extra.models.stored_weights import stored_weights
+                                                 stored_shape, stored_weights)
 
 from . import cuda_source, products
 from .buffers import local_ids, new, partial_sums
 from .cpu import SUMS
-from .cuda_source import Launch
 from .schedule import add_up, axis, call, divisor, end, fold, kernel_of, lane_axis, unrolled
 
 
@@ -116,8 +114,7 @@ class FastGateUp(GateUp, FastLinear):
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
     has_tiles = self.weight.ndim > 3 or uses_c(self, x) and self.out_features % 32 == 0
-    if not has_tiles: return super().__call__(x, dtype)
-    return self.multiply(x, dtype, self.activation)
+    return self.multiply(x, dtype, self.activation) if has_tiles else super().__call__(x, dtype)
 
 
 class FastExperts(FastLinear):
@@ -146,7 +143,7 @@ def multiply_c(layer: FastLinear, out: Tensor, x: Tensor, activation: str, row_g
   blocks, cores = sizes["NUM_GROUPS"] * -(-num_rows // rows), cpu_cores() if out.max_shape[0] * K * N > 2**17 else 1
   row_parts = 1 if row_groups is not None else gcd(blocks, cores)
   types = {"weight": layer.weight, "scale": layer.weight, "offset": layer.weight, **layer.scales}
-  launch = Launch(f"linear_c_{T}_{K}_{N}", "linear.c", {
+  launch = cuda_source.Launch(f"linear_c_{T}_{K}_{N}", "linear.c", {
     **sizes, **{name.upper(): w.dtype.name for name, w in types.items()}, "X_GROUP": gcd(32, K // sizes["GROUPS"]),
     "IS_INT": int(layer.has_8bit_inputs), "ROWS_OUT": out.max_shape[0], "BLOCK_ROWS": rows, "BLOCKS": blocks,
     "ROW_PARTS": row_parts, "OUTPUT_PARTS": cores // row_parts, "half": "_Float16",

@@ -69,8 +69,8 @@ def mean(values: Sequence[UOp], logs: Sequence[UOp], sinks: Sequence[UOp] = (), 
   logs = [*logs, *[x[head].load().float() * LOG2_E for x in sinks]]
   highest = functools.reduce(UOp.maximum, logs)
   weights = [(x - highest).exp2() for x in logs]
-  terms = [x * weight for x, weight in zip(values, weights, strict=False)]   # a sink's value is 0
-  return add_up(terms) / add_up(weights)
+  # A sink's value is 0
+  return add_up([x * weight for x, weight in zip(values, weights, strict=False)]) / add_up(weights)
 
 
 def call(kernel: Callable[[dict[str, UOp]], UOp], **tensors: Tensor | None) -> list[Tensor]:

@@ -39,8 +39,7 @@ def group_by_expert(experts: Tensor, count: int, rows: int) -> Tensor:
   num_pairs = experts.max_shape[0]
   num_groups = (num_pairs + count * (rows - 1)) // rows               # at most
   expert, pair = Tensor.arange(count), Tensor.arange(num_pairs)
-  sizes = sums(experts == expert.unsqueeze(1))                        # (E,), pairs of each expert
-  groups = ((sizes + rows - 1) // rows).contiguous()
+  groups = ((sums(experts == expert.unsqueeze(1)) + rows - 1) // rows).contiguous()   # (E,), of each expert
   before = sums((expert < experts.unsqueeze(1)).where(groups, 0))     # (P,), groups of earlier experts
   rank = sums((experts == experts.unsqueeze(1)) & (pair < pair.unsqueeze(1)))   # (P,), earlier pairs of the expert
   place = (before * rows + rank).contiguous()                         # (P,), a pair's place in the groups

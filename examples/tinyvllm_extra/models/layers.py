@@ -71,9 +71,8 @@ def row_order(config: ModelConfig, name: str, count: int) -> np.ndarray | None:
   parts = 1 + (bool(config.gate) and name.endswith(config.gate))
   rows = np.arange(count).reshape(-1, parts, config.head_dim).swapaxes(0, 1).reshape(-1, config.head_dim)   # (heads, D)
   heads = config.num_attention_heads + config.num_key_value_heads if name.endswith("qkv_proj") else len(rows) // parts
-  rotated, plain = np.split(rows[:heads], sizes[:1], 1)
-  halves = zip(np.split(rotated, 2, 1), np.split(plain, 2, 1), strict=True)
-  rows[:heads] = np.hstack([part for half in halves for part in half])
+  a, b, c, d = np.split(rows[:heads], [sizes[0] // 2, sizes[0], (sizes[0] + config.head_dim) // 2], 1)   # c, d: plain
+  rows[:heads] = np.hstack([a, c, b, d])
   return rows.ravel()
 
 

@@ -50,8 +50,7 @@ def no_rotation(_: JsonObject) -> JsonObject: return {"ropes": (NO_ROTATION,)}
 
 def mistral(hf: JsonObject) -> JsonObject:
   rope = read_rope(hf)   # Ministral 3 scales q by position beyond the original length, which is the limit here
-  if "llama_4_scaling_beta" not in rope: return windows(hf)
-  return {**windows(hf), "max_position_embeddings": rope["original_max_position_embeddings"]}
+  return {"max_position_embeddings": rope["original_max_position_embeddings"]} if "llama_4_scaling_beta" in rope else {}
 
 
 def qwen2(hf: JsonObject) -> JsonObject: return windows(hf, lambda i: i >= hf["max_window_layers"])
