@@ -7,7 +7,7 @@ from tinyvllm.backend import Backend, Devices, exclusive
 from tinyvllm.config import InputError, JsonObject, check, logger, option, read_json
 from tinyvllm.engine import Engine, Params, Parts, Prompt, Request, RequestOutput
 
-from . import captures, kernels, programs
+from . import graph_policy, kernels, programs
 from .adapters import lora
 from .cache import prefix_cache, snapshots
 from .formats import architecture, hub
@@ -128,11 +128,11 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
   def capture(self, sizes: list[int] | None = None, optional: bool = False) -> Iterator[str]:
     """Capture greedy and sampled steps, or with `optional` steps with all features, and pad later steps to them, but
     none in eager mode. sizes: tokens of a step, powers of two; None: the device's usual ones. It yields what
-    captures.capture does."""
+    graph_policy.capture does."""
     are_powers = all(x > 0 and x.bit_count() == 1 for x in sizes or ())
     check(are_powers, f"cudagraph_capture_sizes={sizes} must be powers of two")
-    self.scheduler.sizes = [] if self.config.enforce_eager else sorted(sizes or captures.usual_sizes(self.runner))
-    return captures.capture(self, self.scheduler.sizes, logits.graph_variants(self.runner.model, optional))
+    self.scheduler.sizes = [] if self.config.enforce_eager else sorted(sizes or graph_policy.usual_sizes(self.runner))
+    return graph_policy.capture(self, self.scheduler.sizes, logits.graph_variants(self.runner.model, optional))
 
   def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
     """Like Engine's. prompt: also {"messages": [{"role", "content"}], "template": {options of the chat template}}."""

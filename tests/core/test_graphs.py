@@ -15,7 +15,7 @@ from tinyvllm.backend import Devices
 from tinyvllm.config import ModelConfig
 from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, allocate_kv_caches
-from tinyvllm_extra import captures
+from tinyvllm_extra import graph_policy
 from tinyvllm_extra.graph_policy import CAPTURE_THRESHOLD
 from tinyvllm_extra.kernels import FastBackend
 from tinyvllm_extra.options import LLMConfig
@@ -109,13 +109,13 @@ def test_enforce_eager_captures_nothing(fresh):
 
 
 def test_usual_sizes_end_with_the_largest_step(fresh, monkeypatch):
-  assert captures.usual_sizes(fresh().runner) == [1, 2, 4, 8, 16, 32]
-  assert captures.usual_sizes(fresh(max_num_batched_tokens=20).runner)[-1] == 32
+  assert graph_policy.usual_sizes(fresh().runner) == [1, 2, 4, 8, 16, 32]
+  assert graph_policy.usual_sizes(fresh(max_num_batched_tokens=20).runner)[-1] == 32
   runner = fresh(max_num_batched_tokens=2048).runner
-  monkeypatch.setattr(captures, "renderer", lambda: SimpleNamespace(tensor_cores=True))
-  assert captures.usual_sizes(runner) == [1, 8, 16, 32, 64, 128, 512, 2048]
+  monkeypatch.setattr(graph_policy, "renderer", lambda: SimpleNamespace(tensor_cores=True))
+  assert graph_policy.usual_sizes(runner) == [1, 8, 16, 32, 64, 128, 512, 2048]
   monkeypatch.setattr(runner, "max_rows", 256)
-  assert captures.usual_sizes(runner) == [1, 8, 16, 32, 64, 128, 256, 512, 2048]
+  assert graph_policy.usual_sizes(runner) == [1, 8, 16, 32, 64, 128, 256, 512, 2048]
 
 
 def test_async_llm_captures_optional_graphs_while_idle(words_folder, monkeypatch):
@@ -129,7 +129,7 @@ def test_async_llm_captures_optional_graphs_while_idle(words_folder, monkeypatch
 
 async def test_async_llm_runs_requests_while_it_captures(words_folder, monkeypatch):
   """The first step has 8 tokens. While the next one is captured, a prompt of 30 tokens takes steps of at most 8."""
-  monkeypatch.setattr(captures, "FIRST_SIZE", 8)
+  monkeypatch.setattr(graph_policy, "FIRST_SIZE", 8)
   may_capture = threading.Event()
   capture = LLM.capture
   def capture_later(*args, **options):

@@ -28,7 +28,7 @@ PUBLIC = {f"tinygrad.{name}" for name in (
 FLOORS = [f"{EXTRA}.options {EXTRA}.host_memory {EXTRA}.graph_policy {EXTRA}",
           f"{EXTRA}.text", f"{EXTRA}.models", f"{EXTRA}.kernels {EXTRA}.programs", f"{EXTRA}.formats",
           f"{EXTRA}.sampling", f"{EXTRA}.cache", f"{EXTRA}.pooling", f"{EXTRA}.trace", f"{EXTRA}.adapters",
-          f"{EXTRA}.llm {EXTRA}.serving.engine_metrics {EXTRA}.vllm_options {EXTRA}.captures",
+          f"{EXTRA}.llm {EXTRA}.serving.engine_metrics {EXTRA}.vllm_options",
           f"{EXTRA}.serving", f"{EXTRA}.serving.agents {EXTRA}.pooling.pooling_routes", f"{EXTRA}.serving.app",
           f"{EXTRA}.vllm_names", f"{EXTRA}.cli"]   # app: composes all routes
 # Names in tinygrad's submodules that may be imported outside of `kernels`: a type, a custom kernel's name, axes, sums

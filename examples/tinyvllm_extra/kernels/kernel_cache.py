@@ -30,13 +30,12 @@ class KernelFolder:
   """A replacement for tinygrad's do_to_program that reads the kernels of earlier runs with the same compiler."""
   path: pathlib.Path
   compiler: tuple     # name, size and modification time
-  compiled = 0   # kernels of this process that were not in a folder; counted in the class
 
   def __call__(self, ast: UOp, renderer: Renderer) -> UOp:
     path = self.file(renderer, ast.key, ast.tag)
     with contextlib.suppress(OSError, zlib.error):   # the file is missing or damaged
       return pickle.loads(zlib.decompress(path.read_bytes()))
-    KernelFolder.compiled += 1
+    PaddedGraphs.num_kernels += 1
     program = do_to_program(ast, renderer)
     write(path, zlib.compress(pickle.dumps(program)))
     return program
@@ -65,12 +64,28 @@ def source_hash() -> str:
   return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
 
 
-class Writer(pickle.Pickler):
-  """Pickles a runner's state, then a step that reads it. A buffer becomes its number, in order of appearance. Raises
-  PicklingError for objects of other packages."""
-  def __init__(self, file: io.BytesIO):
+class Reader(pickle.Unpickler):
+  """Reads a step. buffers: of the runner's state, in order of appearance; the step's own ones are new."""
+  def __init__(self, file: io.BytesIO, buffers: list[UOp]):
     super().__init__(file)
+    self.buffers = dict(enumerate(buffers))
+
+  def persistent_load(self, description: tuple) -> UOp:
+    number, device, (size,), dtype = description
+    return self.buffers.setdefault(number, UOp.new_buffer(device, size, dtype))
+
+
+class StoredStep(pickle.Pickler):
+  """The file of a step, by the code, the state that its runner reads, and the key of its graph. It pickles this state,
+  then the step. A buffer becomes its number, in order of appearance."""
+  def __init__(self, folder: KernelFolder, runner: Runner, words: Tensor, key: GraphKey):
+    """Raises PicklingError if other packages determine the step."""
+    self.stream = io.BytesIO()
+    super().__init__(self.stream)
     self.numbers: dict[UOp, int] = {}
+    self.dump([runner.backend, runner.model, runner.config, runner.logits, runner.kv_caches, runner.ropes,
+               runner.block_tables, runner.last_tokens, words])
+    self.path = folder.file(renderer(), self.stream.getvalue(), key, source_hash(), products.choices)
 
   def persistent_id(self, x: object) -> tuple | None:
     if isinstance(x, Tensor): return self.persistent_id(x.uop.base), x.shape
@@ -88,40 +103,18 @@ class Writer(pickle.Pickler):
     kept = UOp.sink(arg=sink.arg), instructions.replace(src=parameters), source.replace(arg=""), binary
     return UOp, (x.op, x.dtype, kept, x.arg)
 
-
-class Reader(pickle.Unpickler):
-  """Reads a step. buffers: of the runner's state, in order of appearance; the step's own ones are new."""
-  def __init__(self, file: io.BytesIO, buffers: list[UOp]):
-    super().__init__(file)
-    self.buffers = dict(enumerate(buffers))
-
-  def persistent_load(self, description: tuple) -> UOp:
-    number, device, (size,), dtype = description
-    return self.buffers.setdefault(number, UOp.new_buffer(device, size, dtype))
-
-
-class StoredStep:
-  """The file of a step, by the code, the state that its runner reads, and the key of its graph."""
-  def __init__(self, folder: KernelFolder, runner: Runner, words: Tensor, key: GraphKey):
-    """Raises PicklingError if other packages determine the step."""
-    self.stream = io.BytesIO()
-    self.writer = Writer(self.stream)
-    self.writer.dump([runner.backend, runner.model, runner.config, runner.logits, runner.kv_caches, runner.ropes,
-                      runner.block_tables, runner.last_tokens, words])
-    self.path = folder.file(renderer(), self.stream.getvalue(), key, source_hash(), products.choices)
-
-  def load(self) -> CapturedJit | None:
-    """Return the step, or None if it is not stored."""
+  def load(self, graph: _TinyJit) -> None:
+    """Give a graph the step, if it is stored."""
     with contextlib.suppress(OSError, zlib.error):   # the file is missing or damaged
       data = zlib.decompress(self.path.read_bytes())
-      linear, outputs = Reader(io.BytesIO(data), [*self.writer.numbers]).load()
-      return CapturedJit([Tensor(x) for x in outputs], linear, [], [])
-    return None
+      linear, outputs = Reader(io.BytesIO(data), [*self.numbers]).load()
+      graph.captured = CapturedJit([Tensor(x) for x in outputs], linear, [], [])
+      graph.cnt += 1
 
   def save(self, step: CapturedJit) -> None:
     self.stream.truncate(self.stream.seek(0))
-    self.writer.clear_memo()
-    self.writer.dump((step._linear, [x.uop for x in step.ret]))
+    self.clear_memo()
+    self.dump((step._linear, [x.uop for x in step.ret]))
     write(self.path, zlib.compress(self.stream.getvalue(), 1))
 
 
@@ -132,9 +125,8 @@ def restore(runner: Runner, graph: object, key: GraphKey) -> StoredStep | None:
           and len(runner.model.devices.names) == 1): return None
   with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):   # an object cannot be pickled
     stored = StoredStep(folder, runner, runner.graphs[key][0], key)
-    graph.captured = stored.load()
+    stored.load(graph)
     if not graph.captured: return stored
-    graph.cnt += 1
   return None
 
 
@@ -144,7 +136,7 @@ class FewGraphs(PaddedGraphs):
     """Run a step. Restore or capture it first, and log that (with level DEBUG during startup)."""
     is_new = graph.cnt == 1
     start_time = time.perf_counter()
-    num_kernels = KernelFolder.compiled
+    num_kernels = self.num_kernels
     stored = restore(runner, graph, key) if is_new else None
     results = graph()
     if stored and graph.captured: stored.save(graph.captured)   # not with tinygrad's JIT=0
@@ -152,5 +144,5 @@ class FewGraphs(PaddedGraphs):
       self.captured.add((runner, key))
       Device.default.synchronize()
       logger.log(logging.DEBUG if self.capture_sizes else logging.INFO, f"captured a step of {key.num_tokens} tokens "
-                 f"in {time.perf_counter() - start_time:.1f} s, {KernelFolder.compiled - num_kernels} new kernels")
+                 f"in {time.perf_counter() - start_time:.1f} s, {self.num_kernels - num_kernels} new kernels")
     return results
