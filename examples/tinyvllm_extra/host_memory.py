@@ -36,8 +36,7 @@ def machine_memory() -> MemoryReport:
 
 def cgroup_memory() -> Iterator[MemoryReport]:
   """Yield the memory that this process's cgroup and its parents may still use, for each limit (cgroups v1 and v2)."""
-  groups = (PROC / "self/cgroup").read_text().splitlines()
-  for controllers, path in [line.split(":", 2)[1:] for line in groups]:
+  for controllers, path in re.findall(r"^\d+:(.*?):(.*)$", (PROC / "self/cgroup").read_text(), re.M):
     folder, *files, cache = CGROUP_FILES.get(controllers, ("", ""))
     here = pathlib.PurePosixPath(path)
     for group in (here, *here.parents) if files else ():

@@ -45,8 +45,7 @@ def prefer_cpu_backend() -> str:
   """Make the CPU backend the default if tinygrad chooses OpenCL, and the OpenCL device is a CPU: the CPU backend's
   kernels are faster there. Return the reason, or "" if the default stays, as it does if the user has set DEV."""
   if repr(helpers.DEV) or Device.DEFAULT != "CL" or not drivers.is_opencl_cpu(Device.default): return ""
-  name = Device.default.device_name   # type: ignore[attr-defined]
-  reason = f"faster than OpenCL on a CPU; DEV=CL selects OpenCL on {name}"
+  reason = f"faster than OpenCL on a CPU; DEV=CL selects OpenCL on {device_name(Device.default)}"
   with contextlib.suppress(Exception):   # the CPU backend does not open; devices raise different types
     Device["CPU"].synchronize()
     helpers.DEV.value = os.environ["DEV"] = "CPU"   # the variable is for processes that this one starts

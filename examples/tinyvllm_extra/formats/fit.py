@@ -131,7 +131,7 @@ def check_memory(source: "FastCheckpoint", quantization: str | None) -> None:
   """Raise InputError if the weights alone exceed the free memory of a device, with the quantization that fits. Log a
   warning if loading may exceed it. Backends and devices whose memory is a guess are not checked."""
   names, memory = source.model.devices.names, source.model.backend.memory
-  if not isinstance(memory, drivers.DriverMemory) or not memory.is_known(names): return
+  if not isinstance(memory, drivers.DriverMemory) or not all(drivers.device_memory(x).is_known for x in names): return
   size = checkpoint_bytes(source, quantization)
   if size > memory.free(names): drivers.free_unused_buffers(names)
   free = memory.free(names)

@@ -29,8 +29,8 @@ def new(like: Tensor, *shape: sint, dtype: DType | None = None) -> Tensor:
   return Tensor.invalids(math.prod(shape), dtype=dtype or like.dtype, device=like.device).reshape(shape)
 
 
-def new_tensor(array: np.ndarray, device: str) -> Tensor:
-  """Return a tensor with the array's numbers. Scheduling a Tensor(array) would take milliseconds."""
+def new_tensor(array: np.ndarray, device: str | tuple[str, ...]) -> Tensor:
+  """Return a tensor with the array's numbers on each device. Scheduling a Tensor(array) would take milliseconds."""
   tensor = Tensor.empty(*array.shape, dtype=dtype_of(array), device=device)
   copy_to_devices(tensor, array)
   return tensor

@@ -56,9 +56,8 @@ void run_step(u64 (*calls)[{1 + MAX_ARGUMENTS}], u64 (*done)[8], u64 count, u64 
 def step_program() -> tuple[CPUProgram, int | None]:
   """Return the compiled RUN_STEP and the address of usleep, which it takes as an argument."""
   cpu = cast(CPUDevice, Device["CPU"])
-  code = cpu.renderer.compiler.compile(RUN_STEP)
-  program = CPUProgram(cpu, device.TinyELF(code, "run_step", cpu.renderer.target, ()))
-  return program, ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
+  elf = device.TinyELF(cpu.renderer.compiler.compile(RUN_STEP), "run_step", cpu.renderer.target, ())
+  return CPUProgram(cpu, elf), ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
 
 
 class CPUGraph(jit.GraphRunner):

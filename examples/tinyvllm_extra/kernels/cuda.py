@@ -65,8 +65,7 @@ class CUDABackend(FastBackend):
       for part in memory: device.allocator.free(*part)
       return values.reshape(tensor.shape).tolist()
 
-    def read() -> Any:
-      return finalizer()
+    def read() -> Any: return finalizer()
     finalizer = weakref.finalize(read, finish)   # also if a failed step drops the function without a call
     finalizer.atexit = False   # the driver may be gone by then
     return read

@@ -8,12 +8,12 @@ from tinygrad import Device
 from tinygrad.device import LRUAllocator
 
 from tinyvllm.backend import Memory, cpu_cores
-from tinyvllm_extra.host_memory import MemoryReport, host_memory
+from tinyvllm_extra.host_memory import MemoryReport, host_memory, read_numbers
 
 KFD_NODES = pathlib.Path("/sys/devices/virtual/kfd/kfd/topology/nodes")
 RESERVE = 2**29   # bytes of the host's memory that weights and KV cache do not use
 CPU_CACHE = 2**32   # maximum bytes of the KV cache on a CPU, if one sequence fits in it
-VRAM = ("1", "2")   # KFD's heap types of a card's memory: accessible to the host, and not accessible
+VRAM = (1, 2)   # KFD's heap types of a card's memory: accessible to the host, and not accessible
 
 
 def device_memory(name: str) -> MemoryReport:
@@ -40,8 +40,7 @@ def amd_memory(device: Any) -> MemoryReport:
   if hasattr(iface, "dev_impl"): return MemoryReport(iface.dev_impl.vram_size, iface.dev_impl.vram_size)
   vram_used = int(pathlib.Path(iface.dev_sysfs_path, "mem_info_vram_used").read_text())
   files = (KFD_NODES / iface.gpus[device.device_id]).glob("mem_banks/*/properties")
-  banks = [dict(line.split() for line in file.read_text().splitlines()) for file in files]
-  total = sum(int(bank["size_in_bytes"]) for bank in banks if bank["heap_type"] in VRAM)
+  total = sum(bank["size_in_bytes"] for bank in map(read_numbers, files) if bank["heap_type"] in VRAM)
   return MemoryReport(total - vram_used, total)
 
 
@@ -100,8 +99,6 @@ class DriverMemory(Memory):
     capture and a step's buffers."""
     free = min(device_memory(name).free for name in reversed(devices))   # first last: its CUDA context stays current
     return max(0, free - RESERVE) // len(devices) if devices[0].startswith("CPU") else free
-
-  def is_known(self, devices: tuple[str, ...]) -> bool: return all(device_memory(name).is_known for name in devices)
 
   def largest_tensor(self) -> int:
     limit = device_memory(Device.DEFAULT).largest if Device.DEFAULT in READERS else 0

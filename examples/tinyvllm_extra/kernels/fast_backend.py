@@ -14,7 +14,6 @@ from tinyvllm_extra.models.layers import VariantConfig
 from tinyvllm_extra.options import LLMConfig
 
 from . import cuda_source, drivers, kernel_cache, layer_calls, matmul, products, tensor_cores
-from .cuda_source import Launch
 
 
 class FastSampler(Sampler):
@@ -34,7 +33,7 @@ class FastSampler(Sampler):
     return cuda_source.run(launch, out=p.empty_like(), x=p, goals=target.contiguous())[0]
 
 
-def launch_sampler(operands: dict[str, UOp], counts: bool) -> Launch:
+def launch_sampler(operands: dict[str, UOp], counts: bool) -> cuda_source.Launch:
   """Return the launch of sampler.cu."""
   (S, V), is_c = operands["x"].max_shape, not cuda_source.speaks_cuda()
   parts, threads = (cpu_cores(), 1) if is_c else (8, 512) if cuda_source.has_wgmma() else (1, 1024)
@@ -42,8 +41,8 @@ def launch_sampler(operands: dict[str, UOp], counts: bool) -> Launch:
                  "COUNT": -(-V // (parts * threads)), "CLUSTER": f"__cluster_dims__({parts})" if parts > 1 else "",
                  "FIRST": "core_id" if is_c else "blockIdx.y", "STEP": parts if is_c else S, "COUNTS": int(counts),
                  "TYPE": '"f16"'}
-  shared_bytes = 3 * 4 * (threads // 32 + 2 * parts)
-  return Launch(f"keep_top_{S}_{V}", "sampler.cu", definitions, (parts, 1 if is_c else S, 1), threads, shared_bytes)
+  return cuda_source.Launch(f"keep_top_{S}_{V}", "sampler.cu", definitions, (parts, 1 if is_c else S, 1), threads,
+                            3 * 4 * (threads // 32 + 2 * parts))
 
 
 class FastBackend(MixtureBackend):

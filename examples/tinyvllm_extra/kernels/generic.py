@@ -21,16 +21,6 @@ from .schedule import (LOWEST, ScoreOptions, axes, axis, call, end, field, fold,
                        unrolled)
 
 
-def rotate_and_write(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, num_heads: int,
-                     writer: "type[HeadWriter]") -> tuple[Tensor, list[Tensor]]:
-  """Run a HeadWriter. Return q, (T, KV, G, D), and the cache after the write."""
-  KV = cache[0].shape[1]
-  D = qkv.shape[1] // (num_heads + 2 * KV)
-  q = Tensor.empty(qkv.shape[0], KV, num_heads // KV, D, dtype=qkv.dtype, device=qkv.device)
-  q, *cache = q.custom_kernel(*cache, qkv, rope, tokens, fxn=functools.partial(rope_kernel, writer=writer))[:-3]
-  return q, cache
-
-
 def read(tensors: dict[str, Tensor], options: ScoreOptions) -> Tensor:
   """Attend to the cache. tensors: out and q, (T, KV, G, D), keys, values and scales (int8 only) of the cache, table,
   (slots, max_blocks), tokens, and sinks, (H,), if there are any. Return `out`."""
@@ -84,9 +74,8 @@ class HeadWriter:
   def stores(self) -> Iterator[UOp]:
     h, half_size, n = self.h, self.D // 2, self.in_element
     for g in range(self.G):
-      pairs = [self.numbers(h * self.G + g, d) for d in self.dimensions]
-      for z, half in enumerate(zip(*pairs, strict=True)):
-        for d, number in zip(self.dimensions, half, strict=True):
+      for d in self.dimensions:
+        for z, number in enumerate(self.numbers(h * self.G + g, d)):
           yield self.q[self.t, h, g, z * half_size + d].store(number.cast(self.q.dtype))
     for kv in range(2):
       pairs = [self.pair(kv, d) for d in self.dimensions]
@@ -121,9 +110,9 @@ class WorkGroup:
     self.t, self.h = axes(0, T, KV)
     self.g = UOp.range(G, 2, AxisType.UPCAST)   # one of the K/V head's G query heads
     self.split = axis(self.splits, 3, AxisType.LOCAL)
-    lane = UOp.range(self.D // width, 4, lane_axis()[0])
     self.near = axis(width, 12, AxisType.UPCAST)
-    self.first = lane * width   # a lane's positions, or dimensions of V, are first + near
+    # A lane's positions, or dimensions of V, are first + near
+    self.first = UOp.range(self.D // width, 4, lane_axis()[0]) * width
     self.own = self.split, self.g, self.first + self.near
     self.position = field(tokens, "position", self.t)
     self.slot = field(tokens, "slot", self.t)

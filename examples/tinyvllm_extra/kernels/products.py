@@ -1,6 +1,6 @@
 """Matrix products on NVIDIA tensor cores: linear.cu and, on Hopper, wgmma.cu."""
 import contextvars, ctypes, functools, json, math, pathlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from tinygrad import Device, Tensor, dtypes
@@ -8,7 +8,7 @@ from tinygrad import Device, Tensor, dtypes
 from tinyvllm.backend import TOKENS
 
 from . import cuda_source
-from .buffers import new, new_tensor, stack_shards
+from .buffers import new, new_tensor
 
 if TYPE_CHECKING: from .matmul import FastLinear
 
@@ -142,7 +142,6 @@ def new_flags(devices: str | tuple[str, ...]) -> Tensor | None:
   kernel. None if the devices are not Hopper."""
   if not cuda_source.has_wgmma(): return None
   from tinygrad.runtime.autogen import cuda   # slow to import
-  device: Any = Device.default
-  cuda.cuDeviceGetAttribute(ctypes.byref(count := ctypes.c_int()), 16, device.cu_device)   # multiprocessors
-  flags = [new_tensor(np.zeros(8 * count.value, np.uint32), name) for name in np.atleast_1d(devices).tolist()]
-  return stack_shards(flags) if len(flags) > 1 else flags[0]
+  # 16: the number of multiprocessors
+  cuda.cuDeviceGetAttribute(ctypes.byref(count := ctypes.c_int()), 16, vars(Device.default)["cu_device"])
+  return new_tensor(np.zeros(8 * count.value, np.uint32), devices)

@@ -49,7 +49,11 @@ def attend(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block
            scale: float = 0, window: int = 0, cap: float = 0, sinks: Tensor | None = None) -> Tensor:
   """Like Backend.attend, for both layouts. tokens: for tensor cores, see `add_query_tiles`."""
   writer, read = (LaneWriter, read_tiles) if cache[0].ndim == 5 else (generic.HeadWriter, generic.read)
-  q, (keys, values, *scales) = generic.rotate_and_write(qkv, cache, rope, tokens, num_heads, writer)   # (T, KV, G, D)
+  KV = cache[0].shape[1]
+  q = Tensor.empty(len(qkv), KV, num_heads // KV, qkv.shape[1] // (num_heads + 2 * KV), dtype=qkv.dtype,
+                   device=qkv.device)                                   # (T, KV, G, D)
+  q, keys, values, *scales = q.custom_kernel(
+    *cache, qkv, rope, tokens, fxn=functools.partial(generic.rope_kernel, writer=writer))[:-3]
   tensors = {"out": q.empty_like(), "q": q, "keys": keys, "values": values, "table": block_tables, "tokens": tokens}
   optional = {"scales": scales[0] if scales else None, "sinks": sinks}
   tensors |= {name: x for name, x in optional.items() if x is not None}

@@ -37,13 +37,23 @@ def apply(device: str) -> None:
     # 0.14.0. Remove when TinyJit can capture without running
     replace(CapturedJit, "__call__", run_captured)
     compute_exp2_without_branches()
-    use_widest_vectors()
+    # Make clang use the widest vectors. It prefers 256 bits on AVX-512, and tinygrad's float4 loads limit it to 128.
+    # Checked with 0.14.0. Remove when kernels.py (tests/benchmarks) shows the same speed without this
+    if AVX512 and isinstance(renderer(), ClangRenderer): renderer().compiler.args.append("-mprefer-vector-width=512")
+    os.environ["DMC"] = "1"   # turns float4 off
+    helpers.getenv.cache_clear()   # type: ignore[attr-defined]
   if device == "CUDA":
     order_kernels_by_ranges()
     use_dynamic_shared_memory()
     compiler = compile_machine_code() or compiler
   lock_allocators()
-  keep_kernels_on_disk(compiler)
+  # Replace do_to_program with a KernelFolder, and lower kernels in this process, which has the patches. tinygrad lowers
+  # all kernels again at each start. Checked with 0.14.0. Remove when tinygrad caches lowered kernels
+  helpers.PARALLEL.value = 0
+  renderer().compiler.cachekey = None   # another cache, whose keys lack the compiler's version
+  if helpers.CACHELEVEL < 1: return
+  file = os.stat(shutil.which(compiler, os.F_OK) or os.devnull)   # its size and time identify the version
+  codegen.do_to_program = KernelFolder(cache_folder(), (compiler, file.st_size, file.st_mtime_ns))
 
 
 def compute_exp2_without_branches() -> None:
@@ -53,14 +63,6 @@ def compute_exp2_without_branches() -> None:
   def with_exp2(self: ClangRenderer, uops: list[UOp]) -> list[str]: return [EXP2, *defines(self, uops)]
   ClangRenderer.code_for_op = {**ClangRenderer.code_for_op, Ops.EXP2: lambda x, dtype: f"tv_exp2({x})"}
   replace(ClangRenderer, "_render_defines", with_exp2)
-
-
-def use_widest_vectors() -> None:
-  """Make clang use the widest vectors. It prefers 256 bits on AVX-512, and tinygrad's float4 loads limit it to 128.
-  Checked with 0.14.0. Remove when kernels.py (tests/benchmarks) shows the same speed without this."""
-  if AVX512 and isinstance(renderer(), ClangRenderer): renderer().compiler.args.append("-mprefer-vector-width=512")
-  os.environ["DMC"] = "1"   # turns float4 off
-  helpers.getenv.cache_clear()   # type: ignore[attr-defined]
 
 
 def lock_allocators() -> None:
@@ -108,14 +110,3 @@ def compile_machine_code() -> str | None:
 
 
 def cache_folder() -> pathlib.Path: return pathlib.Path(helpers.CACHEDB).parent / "tinyvllm"
-
-
-def keep_kernels_on_disk(compiler: str) -> None:
-  """Replace do_to_program with a KernelFolder, and lower kernels in this process, which has the patches. tinygrad
-  lowers all kernels again at each start. Checked with 0.14.0. Remove when tinygrad caches lowered kernels. compiler:
-  its file's size and modification time identify the version without running it."""
-  helpers.PARALLEL.value = 0
-  renderer().compiler.cachekey = None   # another cache, whose keys lack the compiler's version
-  if helpers.CACHELEVEL < 1: return
-  file = os.stat(shutil.which(compiler, os.F_OK) or os.devnull)
-  codegen.do_to_program = KernelFolder(cache_folder(), (compiler, file.st_size, file.st_mtime_ns))
