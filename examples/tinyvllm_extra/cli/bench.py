@@ -1,7 +1,6 @@
 """`tinyvllm bench`: prompt and generation rates in llama-bench's table. `bench throughput` and `bench serve`: flags and
 metrics of vllm bench. Prompts are random token ids, new in each run. Captures and warm-ups are not measured."""
-import concurrent.futures, functools, math, os, random, time
-from typing import NamedTuple
+import concurrent.futures, functools, math, os, random, time, typing
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -16,7 +15,7 @@ from tinyvllm_extra.serving.client import Remote
 from .flags import FLAGS, BenchConfig, select_options
 
 # times: of the request, its first token, …, its last token; of a server's answer one for each event
-Answer = NamedTuple("Answer", [("times", list[float]), ("num_tokens", int)])
+Answer = typing.NamedTuple("Answer", [("times", list[float]), ("num_tokens", int)])
 MODES = {"": slice(3), "throughput": slice(3, -3), "serve": slice(3, None)}   # -> fields of BenchConfig that it uses
 STATISTICS: dict[str, Callable[[list[float]], float]] = {
   "Mean": np.mean, "Median": np.median, "P99": functools.partial(np.percentile, q=99)}
@@ -84,7 +83,7 @@ def print_metrics(config: BenchConfig, answers: list[Answer], latencies: Iterabl
   check(answers, "all requests failed")
   n, seconds = len(answers), max(x.times[-1] for x in answers) - min(x.times[0] for x in answers)
   num_input, num_output = n * config.random_input_len, sum(x.num_tokens for x in answers)
-  metrics: dict[str, float] = {
+  metrics = {
     "Successful requests": n, "Failed requests": config.num_prompts - n, "Benchmark duration (s)": seconds,
     "Total input tokens": num_input, "Total generated tokens": num_output, "Request throughput (req/s)": n / seconds,
     "Output token throughput (tok/s)": num_output / seconds,

@@ -38,12 +38,11 @@ def read_arguments(args: JsonObject) -> tuple[str | None, JsonObject, ServerConf
 
 def main(args: JsonObject) -> int:
   """Run `tinyvllm serve` and return the exit code. Raises any exception that loading the model raised."""
-  folder, engine_options, config = read_arguments(args)
+  folder, engine, config = read_arguments(args)
   options.setup_logging(is_server=True)
-  if folder: check_model(folder, engine_options)   # before listening
+  if folder: check_model(folder, engine)   # before listening
   check_address(config.host, config.port, config.uds)
-  trace = engine_options.get("trace")
-  server = Server(folder, engine_options, config, player.routes(trace) if trace else None)
+  server = Server(folder, engine, config, player.routes(engine["trace"]) if engine.get("trace") else None)
   serving = server.serving
   def save(*_: object) -> None:
     if serving.llm: serving.llm.save_prefix_cache()

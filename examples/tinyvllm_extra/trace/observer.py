@@ -82,8 +82,7 @@ class Tracer:
     if len(self.cached) != len(self.blocks.cached_blocks):   # the engine has loaded a prefix cache
       self.cached = {*self.blocks.cached_blocks.values()}
     start = time.perf_counter()
-    step = self.next_step()
-    if step:
+    if step := self.next_step():
       line = self.describe(step, start, time.perf_counter())
       self.scheduled.append(Scheduled(step, line, time.perf_counter(), [seq.block_table for seq in step.computed],
                                       [len(seq.draft_token_ids) for seq in step.computed]))
