@@ -1,5 +1,6 @@
 """Beam search outside the engine, with vLLM's names. Each step calls `LLM.generate` for one token per beam, then keeps
 the beams with the largest sums of log probabilities; the prefix cache avoids recomputation."""
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field
 from typing import NamedTuple
 
@@ -38,40 +39,34 @@ class BeamSearchSequence:
   text: str | None = None                           # text of all tokens, set at the end of the search
 
 
+Beams = list[BeamSearchSequence]   # of one prompt
 # Best first, at most beam_width
-BeamSearchOutput = NamedTuple("BeamSearchOutput", [("sequences", list[BeamSearchSequence])])
+BeamSearchOutput = NamedTuple("BeamSearchOutput", [("sequences", Beams)])
 
 
-class Search:
-  """The search for one prompt: its unfinished beams, best first, and its finished beams."""
-  def __init__(self, llm: Engine, params: BeamSearchParams):
-    self.llm = llm
-    self.params = params
-    self.beams = [BeamSearchSequence([])]           # the first output provides the prompt's token ids
-    self.finished = list[BeamSearchSequence]()
+def advance(beams: Beams, outputs: Iterator[RequestOutput], params: BeamSearchParams, llm: Engine) -> Beams:
+  """Extend each unfinished beam of a prompt by its best tokens. Return the finished beams, then the best unfinished
+  ones. outputs: one for each unfinished beam, then those of other prompts."""
+  unfinished = [beam for beam in beams if not beam.finish_reason]
+  longer = [BeamSearchSequence(out.prompt_token_ids + [token], beam.logprobs + [best], beam.cum_logprob + x.logprob)
+            for beam, out in zip(unfinished, outputs, strict=False)
+            for best in out.outputs[0].logprobs or () for token, x in best.items()]
+  ends = () if params.ignore_eos else llm.model_config.eos_token_ids
+  for beam in longer:
+    is_full = len(beam.logprobs) == params.max_tokens or len(beam.tokens) == llm.max_model_len
+    beam.finish_reason = "stop" if beam.tokens[-1] in ends else "length" if is_full else None
+  longer.sort(key=lambda beam: -beam.cum_logprob)
+  finished = [beam for beam in beams + longer if beam.finish_reason]
+  return finished + [beam for beam in longer if not beam.finish_reason][:params.beam_width]
 
-  def advance(self, outputs: list[RequestOutput]) -> None:
-    """Extend each beam by its best tokens. outputs: one per beam."""
-    longer = [BeamSearchSequence([*out.prompt_token_ids, token], [*beam.logprobs, best], beam.cum_logprob + x.logprob)
-              for beam, out in zip(self.beams, outputs, strict=True)
-              for best in out.outputs[0].logprobs or () for token, x in best.items()]
-    for beam in longer: beam.finish_reason = self.finish_reason(beam)
-    self.finished += [beam for beam in longer if beam.finish_reason]
-    unfinished = [beam for beam in longer if not beam.finish_reason]
-    self.beams = sorted(unfinished, key=lambda beam: -beam.cum_logprob)[:self.params.beam_width]
 
-  def finish_reason(self, beam: BeamSearchSequence) -> str | None:
-    if beam.tokens[-1] in self.llm.model_config.eos_token_ids and not self.params.ignore_eos: return "stop"
-    full = len(beam.logprobs) == self.params.max_tokens or len(beam.tokens) == self.llm.max_model_len
-    return "length" if full else None
-
-  def output(self) -> BeamSearchOutput:
-    """Return the beams with the best log probabilities, normalized by the length without the prompt."""
-    def score(beam: BeamSearchSequence) -> float:
-      return beam.cum_logprob / len(beam.logprobs)**self.params.length_penalty
-    best = sorted(self.finished, key=score, reverse=True)[:self.params.beam_width]
-    for beam in best: beam.text = self.llm.tokenizer.decode(beam.tokens)
-    return BeamSearchOutput(best)
+def best_beams(beams: Beams, params: BeamSearchParams, llm: Engine) -> BeamSearchOutput:
+  """Return the beams with the best log probabilities, normalized by the length without the prompt, with their text."""
+  def score(beam: BeamSearchSequence) -> float:
+    return beam.cum_logprob / len(beam.logprobs)**params.length_penalty
+  best = sorted(beams, key=score, reverse=True)[:params.beam_width]
+  for beam in best: beam.text = llm.tokenizer.decode(beam.tokens)
+  return BeamSearchOutput(best)
 
 
 def beam_search(llm: Engine, prompts: Prompt | list[Prompt] | list[str], params: BeamSearchParams,
@@ -85,9 +80,9 @@ def beam_search(llm: Engine, prompts: Prompt | list[Prompt] | list[str], params:
   jobs: list[Prompt] = [*prompts] if isinstance(prompts, list | tuple) else [prompts]
   # Up to half of the best tokens may be end tokens
   step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=min(2 * params.beam_width, llm.model_config.vocab_size))
-  searches = [Search(llm, params) for _ in jobs]
+  searches = [[BeamSearchSequence([])] for _ in jobs]   # the first output provides the prompt's token ids
   while jobs:
     outputs = iter(llm.generate(jobs, step, use_tqdm))
-    for search in searches: search.advance([next(outputs) for _ in search.beams])
-    jobs = [{"prompt_token_ids": beam.tokens} for search in searches for beam in search.beams]
-  return [search.output() for search in searches]
+    searches = [advance(beams, outputs, params, llm) for beams in searches]
+    jobs = [{"prompt_token_ids": beam.tokens} for beams in searches for beam in beams if not beam.finish_reason]
+  return [best_beams(beams, params, llm) for beams in searches]
