@@ -32,8 +32,7 @@ class Gate:
   def __init__(self, app: ASGIApp, options: ServerConfig, not_ready: Callable[[], fastapi.Response | None]):
     self.app = app
     self.options = options
-    keys = options.api_key or [os.environ.get("TINYVLLM_API_KEY", "")]
-    self.keys = [os.fsencode(key) for key in keys if key]
+    self.keys = [os.fsencode(key) for key in options.api_key or [os.environ.get("TINYVLLM_API_KEY", "")] if key]
     self.not_ready = not_ready
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -70,9 +70,9 @@ class Body(JsonBody):
   def select_known_fields(cls, data: object) -> object:
     if not isinstance(data, dict): return data   # pydantic reports its type
     names = cls.__signature__.parameters   # also aliases
-    for name, value in data.items():
-      if name not in names and value is not None: check_unknown(name, value)
-    return {name: value for name, value in data.items() if name in names and value is not None}
+    fields = {name: value for name, value in data.items() if value is not None}
+    for name in [x for x in fields if x not in names]: check_unknown(name, fields[name])
+    return fields   # pydantic ignores unknown ones
 
 
 B = TypeVar("B", bound=JsonBody)
