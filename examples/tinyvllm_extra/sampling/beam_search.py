@@ -39,14 +39,14 @@ class BeamSearchSequence:
   text: str | None = None                           # text of all tokens, set at the end of the search
 
 
-Beams = list[BeamSearchSequence]   # of one prompt
+Beams = list[BeamSearchSequence]   # a prompt's
 # Best first, at most beam_width
 BeamSearchOutput = NamedTuple("BeamSearchOutput", [("sequences", Beams)])
 
 
 def advance(beams: Beams, outputs: Iterator[RequestOutput], params: BeamSearchParams, llm: Engine) -> Beams:
   """Extend each unfinished beam of a prompt by its best tokens. Return the finished beams, then the best unfinished
-  ones. outputs: one for each unfinished beam, then those of other prompts."""
+  ones. outputs: one for each unfinished beam; other prompts' outputs may follow."""
   unfinished = [beam for beam in beams if not beam.finish_reason]
   longer = [BeamSearchSequence(out.prompt_token_ids + [token], beam.logprobs + [best], beam.cum_logprob + x.logprob)
             for beam, out in zip(unfinished, outputs, strict=False)

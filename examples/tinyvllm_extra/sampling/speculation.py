@@ -130,8 +130,7 @@ class SpeculativeProposer:
 
   def propose(self, scheduler: Scheduler, batch: dict[Sequence, int]) -> None:
     blocks = scheduler.blocks
-    budget = (scheduler.config.max_num_batched_tokens or 0) - sum(batch.values())
-    for seq, draft_token_ids in self.choose_drafts(batch, budget).items():
+    for seq, draft_token_ids in self.choose_drafts(batch, scheduler.config.max_num_batched_tokens or 0).items():
       num_tokens = seq.length + len(draft_token_ids)
       # Leave a block for each running sequence: it may need one before the draft tokens are verified
       if not blocks.can_allocate(seq.block_table, num_tokens + len(scheduler.running) * blocks.block_size): continue
@@ -160,19 +159,19 @@ class SpeculativeProposer:
 
   def choose_drafts(self, batch: dict[Sequence, int], budget: int) -> dict[Sequence, list[int]]:
     """Return draft tokens for sequences that sample a token in this step: the most probable ones, as many as maximize
-    tokens per time within the budget."""
+    tokens per time. budget: maximum tokens of the step."""
     drafters = {seq: self.drafter(seq) for seq, n in batch.items() if n == seq.num_remaining and not seq.num_in_flight
                 and not (seq.processor and seq.processor.depends_on_output)}
     drafts = {seq: drafter.propose(seq.tokens, min(drafter.num_to_draft(), seq.max_len - seq.length - 1))
               for seq, drafter in drafters.items()}
+    total = sum(batch.values())
     # (probability that a draft token and all before it are accepted, its index, its sequence)
-    candidates = sorted(((drafters[seq].rate ** (i + 1), i, seq) for seq, tokens in drafts.items()
-                     for i in range(len(tokens))), reverse=True)[:max(0, min(budget, DRAFT_ROWS - len(batch)))]
+    candidates = sorted(((drafters[seq].rate ** (i + 1), i, seq) for seq, ids in drafts.items()
+                     for i in range(len(ids))), reverse=True)[:max(0, min(budget - total, DRAFT_ROWS - len(batch)))]
     num_expected = [*itertools.accumulate((p for p, *_ in candidates), initial=len(batch))]   # by number of drafts
     draft_steps = [*itertools.accumulate((i + 1 for _, i, _ in candidates), max, initial=0)]
-    num_tokens = sum(batch.values())
     def throughput(n: int) -> float:
-      return num_expected[n] / (step_time(next_power_of_two(num_tokens + n)) + self.draft_time * draft_steps[n])
+      return num_expected[n] / (step_time(next_power_of_two(total + n)) + self.draft_time * draft_steps[n])
     counts = collections.Counter(seq for *_, seq in candidates[:max(range(len(num_expected)), key=throughput)])
     for seq, drafter in drafters.items():   # without draft tokens the rate rises slowly, so that it drafts again later
       if seq not in counts: drafter.rate += (INITIAL_RATE - drafter.rate) / 256
