@@ -58,8 +58,7 @@ class HeadWriter:
 
   def cell(self, kv: int, d: UOp) -> UOp:
     """Return the d-th element of the head in the cache, of K (kv 0) or V (1)."""
-    if kv: return self.values[self.block, self.h, self.offset, d]
-    return self.keys[self.block, self.h, d, self.offset]
+    return self.values[self.block, self.h, self.offset, d] if kv else self.keys[self.block, self.h, d, self.offset]
 
   def numbers(self, head: UOp, i: UOp, is_rotated: bool = True) -> Sequence[UOp]:
     """Return the i-th numbers of both halves of a head, with RoPE (Su et al. 2021, arXiv:2104.09864)."""

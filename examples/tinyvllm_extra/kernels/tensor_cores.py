@@ -54,10 +54,9 @@ def attend(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block
                    device=qkv.device)                                   # (T, KV, G, D)
   q, keys, values, *scales = q.custom_kernel(
     *cache, qkv, rope, tokens, fxn=functools.partial(generic.rope_kernel, writer=writer))[:-3]
-  tensors = {"out": q.empty_like(), "q": q, "keys": keys, "values": values, "table": block_tables, "tokens": tokens}
-  optional = {"scales": scales[0] if scales else None, "sinks": sinks}
-  tensors |= {name: x for name, x in optional.items() if x is not None}
-  return read(tensors, ScoreOptions(scale, window, cap)).flatten(1)
+  tensors = {"out": q.empty_like(), "q": q, "keys": keys, "values": values, "table": block_tables, "tokens": tokens,
+             "scales": scales[0] if scales else None, "sinks": sinks}
+  return read({name: x for name, x in tensors.items() if x is not None}, ScoreOptions(scale, window, cap)).flatten(1)
 
 
 def add_query_tiles(tokens: Tensor, block_tables: Tensor) -> Tensor:
