@@ -47,17 +47,13 @@ DRAFT_ROWS = 64       # maximum rows of logits in a step with draft tokens
 
 
 class Drafter:
-  """Drafts for a sequence and tracks its acceptance rate, which limits the number of draft tokens. This class returns
-  placeholders for a draft model's tokens."""
+  """Drafts for a sequence. The proposer updates its acceptance rate, which limits the number of draft tokens. This
+  class returns placeholders for a draft model's tokens."""
   def __init__(self, config: SpeculativeConfig, params: request.SamplingParams):
     self.params = copy.copy(params)   # the draft model's, without log probabilities
     vars(self.params).update(logprobs=None, prompt_logprobs=None)
     self.max_draft_tokens = config.num_speculative_tokens or 0   # by now not None
     self.rate = INITIAL_RATE
-
-  def update(self, num_proposed: int, num_accepted: int) -> None:
-    """Update the acceptance rate. Draft tokens after a rejected one were not verified."""
-    self.rate = (4 * self.rate + num_accepted) / (4 + min(num_proposed, num_accepted + 1))
 
   def num_to_draft(self) -> int: return self.max_draft_tokens if self.rate > 0.1 else 0
   def needs_sync(self, seq: Sequence) -> bool: return True
@@ -190,14 +186,16 @@ class SpeculativeProposer:
     for seq, length in lengths.items(): self.update_drafts(engine.blocks, seq, len(seq.tokens) - length - 1)
 
   def update_drafts(self, blocks: BlockManager, seq: Sequence, num_accepted: int) -> None:
-    """Count a sequence's accepted draft tokens, then drop its draft tokens and the blocks of rejected ones."""
+    """Count a sequence's accepted draft tokens and update its acceptance rate. Then drop its draft tokens, and free the
+    rejected ones' blocks."""
     # A finished sequence has no draft tokens left: the ones after its end do not count
     num_proposed = max(num_accepted, len(seq.draft_token_ids))
     seq.metrics.num_draft_tokens += num_proposed
     seq.metrics.num_accepted_tokens += num_accepted
     self.counters.update(spec_decode_num_drafts=min(1, num_proposed), spec_decode_num_draft_tokens=num_proposed)
     for i in range(num_accepted): self.num_accepted_per_pos[i] += 1
-    self.drafter(seq).update(num_proposed, num_accepted)
+    drafter = self.drafter(seq)   # draft tokens after a rejected one were not verified
+    drafter.rate = (4 * drafter.rate + num_accepted) / (4 + min(num_proposed, num_accepted + 1))
     seq.draft_token_ids = []
     seq.num_computed = min(seq.num_computed, seq.length - 1)
     if seq.block_table: blocks.free(seq, -(-seq.num_computed // blocks.block_size))
