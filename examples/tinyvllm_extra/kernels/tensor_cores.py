@@ -74,8 +74,7 @@ def add_query_tiles(tokens: Tensor, block_tables: Tensor) -> Tensor:
   before, after = count(is_same & is_earlier), count(is_same & is_earlier.logical_not()) - 1
   begins = ((before % size == 0) & exists & ((before + after > 0) | (t >= slots))).contiguous()
   number = count(is_earlier & begins)                                   # tiles that begin earlier
-  tile = t * size + after.minimum(size - 1)
-  tiles = count(((number == t.unsqueeze(1)) & begins).where(tile + 1, 0)) - 1
+  tiles = count(((number == t.unsqueeze(1)) & begins).where(t * size + after.minimum(size - 1) + 1, 0)) - 1
   num_tokens = exists.sum(dtype=dtypes.int32).expand(1, t.shape[0])
   return tokens[:TOKENS.num_words].cat(tiles.unsqueeze(0), num_tokens).contiguous()
 
