@@ -30,34 +30,22 @@ def device_name() -> str:
   """Return the name of tinygrad's default device, from the system or the driver."""
   from tinygrad import Device
 
-  from tinyvllm_extra.programs import prepare_device
-  prepare_device()   # also finds a compiler that is not on the PATH
-  kind, device = Device.DEFAULT, Device[Device.DEFAULT]
-  if kind == "CPU": return host_name()
-  if kind == "CL": return device.device_name   # type: ignore[attr-defined]
-  if kind in ("CUDA", "NV"):
-    return read_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()[0]
-  if kind == "METAL":
+  from tinyvllm_extra import programs
+  programs.prepare_device()   # also finds a compiler that is not on the PATH
+  if Device.DEFAULT == "METAL":
     return read_output("system_profiler", "SPDisplaysDataType").split("Chipset Model:")[1].splitlines()[0]
-  if kind == "WEBGPU":
+  if Device.DEFAULT == "WEBGPU":
     from tinygrad.runtime.autogen import webgpu
-    webgpu.wgpuDeviceGetAdapterInfo(device.device_res, info := webgpu.WGPUAdapterInfo())   # type: ignore
+    webgpu.wgpuDeviceGetAdapterInfo(Device.default.device_res, info := webgpu.WGPUAdapterInfo())   # type: ignore
     texts = [(text.data, text.length) for text in (info.device, info.description)]
     return ", ".join(ctypes.string_at(*text).decode() for text in texts if text[1])
-  return str(getattr(device, "arch", kind))
+  if Device.DEFAULT != "CPU": return programs.device_name(Device.default)
+  on_mac = platform.system() == "Darwin"
+  name = read_output("sysctl", "-n", "machdep.cpu.brand_string") if on_mac else programs.device_name(Device.default)
+  return f"{name.strip()}, {os.cpu_count()} cores"
 
 
 def read_output(*command: str) -> str: return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def host_name() -> str:
-  """Return the processor's name and number of cores."""
-  if platform.system() == "Darwin": name = read_output("sysctl", "-n", "machdep.cpu.brand_string").strip()
-  else:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    name = (names or [platform.processor() or platform.machine()])[0]
-  return f"{name}, {os.cpu_count()} cores"
 
 
 def read_tests(output: str) -> tuple[int, int, float]:

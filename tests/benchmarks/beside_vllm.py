@@ -6,12 +6,10 @@ its own torch), with random weights of the same shape. Compare only runs on one 
 
 Prints tokens/s of one prompt of 512 tokens and of 32 of them, tokens/s of decoding (the time of 64 more tokens), and
 with --mixed the seconds of 256 requests of log-normal lengths, 64 at once, and the pauses between tokens."""
-import json
 import os
 import random
 import statistics
 import time
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import common
@@ -26,9 +24,7 @@ def open_vllm(args: Any) -> Any:
   if args.tensor_parallel_size == 1: os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
   import vllm
   quantization = {"quantization_config": AWQ} if args.quantization == "int4" else {}
-  with TemporaryDirectory() as folder:
-    with open(folder + "/config.json", "w") as file:
-      json.dump({**common.hf_config(args), **quantization, "torch_dtype": "float16"}, file)
+  with common.model_folder({**common.hf_config(args), **quantization, "torch_dtype": "float16"}) as folder:
     return vllm.LLM(folder, load_format="dummy", skip_tokenizer_init=True, dtype="float16", **OPTIONS,
                     gpu_memory_utilization=0.85, disable_log_stats=True, enable_prefix_caching=False,
                     tensor_parallel_size=args.tensor_parallel_size,
@@ -61,7 +57,8 @@ def main() -> None:
 
   def run(lengths: list[int], outputs: list[int]) -> tuple[float, list[float]]:
     """Run requests of the given lengths. Return the seconds, and the pauses between the tokens of each request."""
-    engine, pauses, last = getattr(llm, "llm_engine", llm), [], {}
+    engine = getattr(llm, "llm_engine", llm)
+    pauses, last = [], {}
     prompts = [{"prompt_token_ids": [rng.randrange(10, 31000) for _ in range(n)]} for n in lengths]
     started = time.perf_counter()
     for i, (prompt, tokens) in enumerate(zip(prompts, outputs, strict=True)):

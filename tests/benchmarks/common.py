@@ -11,8 +11,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
@@ -29,6 +29,7 @@ from tinygrad.device import Buffer
 from tinygrad.engine.jit import CapturedJit
 from tinygrad.uop.ops import KernelInfo
 
+sys.path.append(str(Path(__file__).parents[1]))   # tests, for helpers.servers
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.llama import Llama
@@ -79,8 +80,8 @@ def positive(text: str) -> int:
   return value
 
 
-def add_workload(parser: argparse.ArgumentParser, output_len: int) -> None:
-  parser.add_argument("--input-len", type=positive, default=128, help="tokens per prompt")
+def add_workload(parser: argparse.ArgumentParser, output_len: int, input_len: int = 128) -> None:
+  parser.add_argument("--input-len", type=positive, default=input_len, help="tokens per prompt")
   parser.add_argument("--output-len", type=positive, default=output_len, help="output tokens per prompt")
 
 
@@ -114,11 +115,16 @@ def open_llm(args: argparse.Namespace, padded: bool = False, **options) -> LLM:
   options = {"enable_prefix_caching": False, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype,
              "activation_quantization": args.activation_quantization,
              "tensor_parallel_size": args.tensor_parallel_size, **options}
-  if args.model and args.layers is None: return LLM(args.model, dtype=args.dtype, **options)
-  config = hf_config(args)
-  with TemporaryDirectory() as folder, random_weights():
+  if args.layers is None and (args.model or not args.shape): return LLM(args.model, dtype=args.dtype, **options)
+  with model_folder(hf_config(args)) as folder, random_weights(): return LLM(folder, dtype=args.dtype, **options)
+
+
+@contextmanager
+def model_folder(config: dict) -> Iterator[str]:
+  """Yield a temporary folder with this config.json."""
+  with TemporaryDirectory() as folder:
     (Path(folder) / "config.json").write_text(json.dumps(config))
-    return LLM(folder, dtype=args.dtype, **options)
+    yield folder
 
 
 class RandomCheckpoint(SafetensorsCheckpoint):
@@ -137,15 +143,13 @@ class OwnWeights(RandomCheckpoint):
   load = SafetensorsCheckpoint.load
 
 
-def random_weights(checkpoint: type[SafetensorsCheckpoint] = RandomCheckpoint) -> ExitStack:
+def random_weights(checkpoint: type[SafetensorsCheckpoint] = RandomCheckpoint) -> AbstractContextManager:
   """Return a context in which models and draft models load through `checkpoint`."""
   def open_checkpoint(path: Path, quantization: str | None, activations: str) -> SafetensorsCheckpoint:
     opened = checkpoint(path, quantization)
     opened.activations = activations
     return opened
-  stack = ExitStack()
-  stack.enter_context(patch("tinyvllm_extra.formats.hub.open_checkpoint", open_checkpoint))
-  return stack
+  return patch("tinyvllm_extra.formats.hub.open_checkpoint", open_checkpoint)
 
 
 _filled: dict[tuple, Tensor] = {}   # weights shared by consecutive engines
@@ -222,6 +226,21 @@ def results_of_process(*arguments: str, **variables: str) -> list[dict]:
   return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
 
+def timed(function: Callable, *args: Any, **options: Any) -> tuple[Any, float]:
+  """Call the function; return its result and the seconds it takes."""
+  started = time.perf_counter()
+  result = function(*args, **options)
+  return result, time.perf_counter() - started
+
+
+def median_seconds(function: Callable, rounds: int) -> float:
+  """Return the median seconds of `rounds` calls, each until the device is idle, after a warm-up of three."""
+  def run() -> None:
+    function()
+    Device.default.synchronize()
+  return statistics.median([timed(run)[1] for _ in range(rounds + 3)][3:])
+
+
 def release() -> None:
   """Free the memory of unused engines: the next engine sizes its KV cache by the free memory."""
   gc.collect()
@@ -276,14 +295,12 @@ class Watch:
     def call(jit, inputs, values):
       self.last = jit, inputs, values
       return original(jit, inputs, values)
+    backend, reading = self.llm.runner.backend, self.llm.runner.backend.start_reading
     for owner, name, value in ((CapturedJit, "__init__", init), (CapturedJit, "__call__", self._timed("launch", call)),
                                (Buffer, "as_memoryview", self._timed("wait", Buffer.as_memoryview)),
+                               (backend, "start_reading", lambda x: self._timed("wait", reading(x))),
                                (self.llm, "advance", self._record)):
       self._stack.enter_context(patch.object(owner, name, value))
-    backend = self.llm.runner.backend
-    reading = backend.start_reading
-    timed_reading = patch.object(backend, "start_reading", lambda x: self._timed("wait", reading(x)))
-    self._stack.enter_context(timed_reading)
     return self
 
   def __exit__(self, *error) -> None: self._stack.close()
@@ -330,15 +347,9 @@ def make_copy() -> tuple[Callable[[], Tensor], int]:
 
 def measure_bandwidth(repeats: int = 9) -> float:
   """Return the copy kernel's bytes per second, read plus written: the median of `repeats` after a warm-up."""
-  (copy, size), device, times = make_copy(), Device[Device.DEFAULT], []
-  calls = 10 if device.renderer.has_local else 1   # on a GPU, many calls hide the launch
-  for _ in range(repeats + 3):
-    device.synchronize()
-    started = time.perf_counter()
-    for _ in range(calls): copy()
-    device.synchronize()
-    times.append((time.perf_counter() - started) / calls)
-  return size / statistics.median(times[3:])
+  copy, size = make_copy()
+  calls = 10 if Device.default.renderer.has_local else 1   # on a GPU, many calls hide the launch
+  return calls * size / median_seconds(lambda: [copy() for _ in range(calls)], repeats)
 
 
 def bytes_read(model: Llama, running: int) -> float:
@@ -364,15 +375,11 @@ def token_bytes(llm: LLM) -> int:
 
 
 def machine_line() -> str:
-  info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-  names = [line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")]
-  query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-  try: gpu = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()[:1]
-  except (OSError, subprocess.SubprocessError): gpu = []
+  host = f"{programs.device_name(Device['CPU'])}, {os.cpu_count()} cores"
+  device = [] if Device.DEFAULT == "CPU" else [programs.device_name(Device.default)]
   versions = f"Python {platform.python_version()}, tinygrad {version('tinygrad')}, numpy {numpy.__version__}"
-  renderer = type(Device[Device.DEFAULT].renderer).__name__
-  host = f"{(names or [platform.machine()])[0]}, {os.cpu_count()} cores"
-  return ", ".join([host, *gpu, f"{Device.DEFAULT} ({renderer})", versions, str(date.today())])
+  backend = f"{Device.DEFAULT} ({type(Device.default.renderer).__name__})"
+  return ", ".join([host, *device, backend, versions, str(date.today())])
 
 
 def start(args: argparse.Namespace) -> float:

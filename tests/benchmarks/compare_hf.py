@@ -11,18 +11,8 @@ import gc
 import importlib
 import os
 import tempfile
-import time
 
 import common
-
-
-def timed(function, synchronize) -> tuple[float, list]:
-  """Call `function` twice; return the seconds and the result of the second call."""
-  for _ in range(2):
-    synchronize()
-    started, result = time.perf_counter(), function()
-    synchronize()
-  return time.perf_counter() - started, result
 
 
 def on_cuda(torch) -> bool:
@@ -31,15 +21,14 @@ def on_cuda(torch) -> bool:
   return torch.cuda.is_available() and not os.environ.get("DEV", "").startswith("CPU")
 
 
-def run_hf(args, config: dict, prompts: list[list[int]], folder: str, torch, transformers) -> dict[str, tuple]:
-  """Return (seconds, token ids) of each generate method. With --same-weights, save the weights to `folder`."""
+def run_hf(args, config: dict, prompts: list[list[int]], folder: str, torch, transformers) -> tuple[list, float]:
+  """Return the token ids and seconds of the second run. With --same-weights, save the weights to `folder`."""
   device, dtype = "cuda" if on_cuda(torch) else "cpu", getattr(torch, args.dtype)
   torch.manual_seed(args.seed)
   with torch.device(device):
     model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**config), dtype=dtype).eval()
   if args.same_weights: model.save_pretrained(folder)
   length, ids = args.output_len, torch.tensor(prompts, device=device)
-  synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
   static = transformers.GenerationConfig(do_sample=False, max_new_tokens=length, min_new_tokens=length,
                                          eos_token_id=None, pad_token_id=0)
 
@@ -51,7 +40,8 @@ def run_hf(args, config: dict, prompts: list[list[int]], folder: str, torch, tra
 
   where = f"{device}, {args.dtype}, {torch.get_num_threads()} threads" if device == "cpu" else f"{device}, {args.dtype}"
   print(f"transformers {transformers.__version__}, torch {torch.__version__} on {where}", flush=True)
-  return {"transformers generate, static batches": timed(generate, synchronize)}
+  generate()   # warm-up
+  return common.timed(generate)
 
 
 def main() -> None:
@@ -72,7 +62,7 @@ def main() -> None:
   count = args.num_prompts or args.running
   prompts = [ids["prompt_token_ids"] for ids, _ in common.make_requests(config["vocab_size"], args, count)]
   with tempfile.TemporaryDirectory() as folder:
-    results = run_hf(args, config, prompts, folder, torch, transformers)
+    hf_ids, hf_seconds = run_hf(args, config, prompts, folder, torch, transformers)
     gc.collect()
     if torch.cuda.is_available(): torch.cuda.empty_cache()   # frees memory for tinygrad
     common.start(args)
@@ -82,18 +72,20 @@ def main() -> None:
         args, max_model_len=args.input_len + args.output_len, max_num_seqs=args.running)
     except ValueError as e: raise SystemExit(f"error: {e}") from e
   requests = [{"prompt_token_ids": ids} for ids in prompts]
-  seconds, outputs = timed(lambda: llm.generate(requests, common.greedy(args.output_len), use_tqdm=False), lambda: None)
-  results = {"tinyvllm": (seconds, [o.outputs[0].token_ids for o in outputs]), **results}
+  def generate() -> list: return llm.generate(requests, common.greedy(args.output_len), use_tqdm=False)
+  generate()   # captures the graphs
+  outputs, seconds = common.timed(generate)
   weights = "the same weights" if args.same_weights else "different random weights"
   print(f"{count} prompts of {args.input_len} tokens, {args.output_len} output tokens each, {args.running} running, "
         f"{weights}")
   new = count * args.output_len
+  name = "transformers generate, static batches"
   common.print_table(["library", "seconds", "output tokens/s", "tinyvllm's speed-up"], [
-    [name, f"{s:.3f}", f"{new / s:.1f}", f"{s / seconds:.2f}x"] for name, (s, _) in results.items()])
+    [name, f"{s:.3f}", f"{new / s:.1f}", f"{s / seconds:.2f}x"]
+    for name, s in (("tinyvllm", seconds), (name, hf_seconds))])
   if args.same_weights and args.dtype == "float32":
-    for name, (_, ids) in list(results.items())[1:]:
-      difference = common.first_difference(results["tinyvllm"][1], ids)
-      print(f"{name}: {difference and 'first difference from tinyvllm at '}{difference or 'the same tokens'}")
+    difference = common.first_difference([o.outputs[0].token_ids for o in outputs], hf_ids)
+    print(f"{name}: {difference and 'first difference from tinyvllm at '}{difference or 'the same tokens'}")
 
 
 if __name__ == "__main__": main()

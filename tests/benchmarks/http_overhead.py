@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -34,7 +33,6 @@ from tinyvllm_extra.cli.bench import SAMPLING, Answer, random_ids, run, send
 from tinyvllm_extra.serving.client import Remote
 from tinyvllm_extra.cli.flags import BenchConfig
 
-sys.path.insert(0, str(Path(__file__).parents[1]))   # tests
 from helpers import servers
 
 
@@ -44,15 +42,10 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
           "max_num_batched_tokens": max(args.max_num_batched_tokens, args.streams), "gpu_memory_utilization": 0.4}
 
 
-def open_llm(args: argparse.Namespace, **engine_options: Any) -> LLM:
-  if args.shape or args.layers: return common.open_llm(args, **engine_options)
-  return LLM(args.model, **{"dtype": args.dtype, "enable_prefix_caching": False, **engine_options})
-
-
 def serve(args: argparse.Namespace) -> int:
-  """Run `tinyvllm serve` with the engine of open_llm, whose weights may be random."""
+  """Run `tinyvllm serve` with the engine of common.open_llm, whose weights may be random."""
   from tinyvllm_extra.serving import async_engine
-  with patch.object(async_engine, "LLM", lambda model, **engine_options: open_llm(args, **engine_options)):
+  with patch.object(async_engine, "LLM", lambda model, **options: common.open_llm(args, padded=True, **options)):
     return cli.main(["serve", "--port=0", *(f"--{k.replace('_', '-')}={v}" for k, v in options(args).items()),
                      f"--stream-interval={args.stream_interval}"])
 
@@ -137,7 +130,7 @@ def main() -> int:
   with servers.Server(None, *sys.argv[1:], "--serve", script=os.path.abspath(__file__), seconds=600) as server:
     servers.wait_until(lambda: "captured" in server.log, "all steps are captured", 600)
     remote = Remote({"url": server.url, "api_key": None, "model": None}, {})
-    compare(args, remote, open_llm(args, **options(args)))
+    compare(args, remote, common.open_llm(args, padded=True, **options(args)))
   return 0
 
 

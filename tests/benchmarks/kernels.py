@@ -15,13 +15,13 @@ import random
 import statistics
 import time
 from collections import Counter
+from itertools import pairwise
 from unittest.mock import patch
 
 import common
 from common import LLM, Watch
 from tinygrad import Device, Tensor, TinyJit, dtypes, nn
 from tinygrad.engine import realize
-from tinygrad.engine.jit import CapturedJit
 from tinygrad.helpers import ansistrip
 from tinygrad.uop.ops import Ops, UOp
 
@@ -41,7 +41,7 @@ def one_by_one(calls: list[UOp], context: realize.ExecContext) -> list[float]:
     started = time.perf_counter()
     seconds = realize.pm_exec.rewrite(call, context)
     if not seconds or None in seconds:   # tinygrad does not time copies
-      Device[Device.DEFAULT].synchronize()
+      Device.default.synchronize()
       seconds = [time.perf_counter() - started]
     times.append(sum(seconds))
   return times
@@ -68,7 +68,7 @@ def queued(calls: list[UOp], context: realize.ExecContext) -> list[float]:
       if len(events) == before: record()   # a copy
   check(cuda.cuEventSynchronize(events[-1]))
   times = []
-  for begin, end in zip(events, events[1:], strict=False):
+  for begin, end in pairwise(events):
     check(cuda.cuEventElapsedTime(ctypes.byref(milliseconds := ctypes.c_float()), begin, end))
     times.append(milliseconds.value / 1e3)
   for event in events: check(cuda.cuEventDestroy_v2(event))
@@ -97,19 +97,6 @@ def capture(llm: LLM, tokens: int, context: int, decode: bool) -> tuple:
   return watch.last
 
 
-def step_time(jit: CapturedJit, inputs: list[UOp], values: dict[str, int], rounds: int) -> float:
-  """Return the median seconds of a captured step, called as the engine calls it."""
-  device = Device[Device.DEFAULT]
-  times = []
-  for _ in range(rounds + 3):
-    device.synchronize()
-    started = time.perf_counter()
-    realize.run_linear(jit.linear, values, input_uops=inputs, jit=True, update_stats=False)
-    device.synchronize()
-    times.append(time.perf_counter() - started)
-  return statistics.median(times[3:])
-
-
 def measure(args, tokens: int, bandwidth: float) -> None:
   decode = tokens <= args.max_num_seqs and not args.prefill
   context = args.context if decode else args.context // tokens * tokens   # prefill in chunks of `tokens`
@@ -120,7 +107,8 @@ def measure(args, tokens: int, bandwidth: float) -> None:
   except ValueError as e: raise SystemExit(f"error: {e}") from e
   jit, inputs, values = capture(llm, tokens, context, decode)
   calls = calls_of(jit.linear)
-  whole = step_time(jit, inputs, values, args.rounds)
+  whole = common.median_seconds(   # the step, called as the engine calls it
+    lambda: realize.run_linear(jit.linear, values, input_uops=inputs, jit=True, update_stats=False), args.rounds)
   times = kernel_times(calls, values, inputs, args)
   kind = f"decode of {tokens} sequences" if decode else f"prefill chunk of {tokens} tokens"
   print(f"\n{kind} at context {context}: {len(calls)} launches, sum of kernel times {1e6 * sum(times):.0f} us, "

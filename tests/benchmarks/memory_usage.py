@@ -72,9 +72,8 @@ def mixed(llm: LLM, min_len: int, max_len: int, n: int, seed: int) -> list[dict]
 
 def timed(llm: LLM, prompts: list[dict], new: int, warm: bool = True) -> tuple[list, float]:
   """Return the outputs of `prompts`, submitted together, and the seconds they take."""
-  graphs, started = len(llm.runner.graphs), time.perf_counter()
-  outputs = llm.generate(prompts, common.greedy(new), use_tqdm=False)
-  seconds = time.perf_counter() - started
+  graphs = len(llm.runner.graphs)
+  outputs, seconds = common.timed(llm.generate, prompts, common.greedy(new), use_tqdm=False)
   if warm and len(llm.runner.graphs) > graphs: print("  warning: graphs were captured during the measurement")
   return outputs, seconds
 

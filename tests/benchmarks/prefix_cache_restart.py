@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import statistics
-import time
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -22,23 +21,18 @@ def run(args: argparse.Namespace) -> None:
   """Start an engine, answer one request, and print the results as JSON. Runs in a new process."""
   llm = common.open_llm(args, enable_prefix_caching=True)
   vocabulary = llm.model_config.vocab_size
+  length = args.system_len + args.question_len
   count, loading = 0, 0.0
-  if Path(args.file).exists():
-    started = time.perf_counter()
-    count = llm.load_prefix_cache(args.file)
-    loading = time.perf_counter() - started
-  rng = Random(args.seed)
-  system = common.random_ids(vocabulary, args.system_len, rng)["prompt_token_ids"]
-  question = common.random_ids(vocabulary, args.question_len, rng)["prompt_token_ids"]
+  if Path(args.file).exists(): count, loading = common.timed(llm.load_prefix_cache, args.file)
   other = Random(args.seed + 1)
-  for length in (args.question_len, args.system_len + args.question_len):   # captures the graphs
-    llm.generate(common.random_ids(vocabulary, length, other), common.greedy(2), use_tqdm=False)
-  prompt = {"prompt_token_ids": system + question}
+  for n in (args.question_len, length):   # captures the graphs
+    llm.generate(common.random_ids(vocabulary, n, other), common.greedy(2), use_tqdm=False)
+  prompt = common.random_ids(vocabulary, length, Random(args.seed))
   output, = llm.generate(prompt, common.greedy(args.output_len), use_tqdm=False)
-  started = time.perf_counter()
-  if not count: llm.save_prefix_cache(args.file)
+  saving = 0.0
+  if not count: _, saving = common.timed(llm.save_prefix_cache, args.file)
   results = {"ttft": output.metrics.ttft, "cached": output.num_cached_tokens, "ids": output.outputs[0].token_ids,
-             "blocks": count, "loading": loading, "saving": time.perf_counter() - started}
+             "blocks": count, "loading": loading, "saving": saving}
   print(json.dumps(results), flush=True)
 
 
@@ -61,7 +55,8 @@ def main() -> None:
     size = os.path.getsize(file)
   assert all(x["ids"] == cold[0]["ids"] for x in (*cold, *warm)), "the outputs differ"
   def median(results: list[dict], name: str) -> float: return statistics.median(x[name] for x in results)
-  before, after = median(cold, "ttft"), median(warm, "ttft")
+  before = median(cold, "ttft")
+  after = median(warm, "ttft")
   print(f"{args.system_len} + {args.question_len} tokens: time to first token {before * 1000:.0f} ms cold, "
         f"{after * 1000:.0f} ms after a restart ({warm[-1]['cached']} cached tokens), ratio {after / before:.3f}")
   print(f"file: {size / 2**20:.0f} MiB, {warm[-1]['blocks']} blocks; saved in {median(cold, 'saving'):.2f} s, "

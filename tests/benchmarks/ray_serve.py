@@ -9,7 +9,6 @@ import argparse
 import http.client
 import json
 import os
-import socket
 import statistics
 import sys
 import time
@@ -17,8 +16,7 @@ from pathlib import Path
 
 import common
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from helpers.servers import Server
+from helpers.servers import Server, reserve_port
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "deploy" / "ray_serve.py"
 
@@ -48,7 +46,7 @@ def main() -> int:
   parser.add_argument("--output-len", type=common.positive, default=16, help="output tokens per request")
   args = parser.parse_args()
   print(common.machine_line(), flush=True)
-  with socket.create_server(("127.0.0.1", 0)) as free: port = free.getsockname()[1]
+  with reserve_port() as free: port = free.getsockname()[1]
   os.environ["NUM_CPU_THREADS"] = "1"
   flags = ["--cudagraph-capture-sizes", 1, 4, 16]
   with Server(None, *flags) as plain, Server(None, *flags, "--num-replicas", 2, "--port", port,

@@ -15,7 +15,6 @@ a tokenizer, so --model.
 Target: 15% of a decode step of eight SmolLM2 sequences on a CPU."""
 import random
 import statistics
-import time
 
 import common
 from common import LLM, SamplingParams, Watch
@@ -31,15 +30,16 @@ def sampling_params(tokens: int) -> dict[str, SamplingParams]:
   def params(**options) -> SamplingParams: return SamplingParams(max_tokens=tokens, **options)
   return {GREEDY: common.greedy(tokens), "temperature": params(temperature=0.8, ignore_eos=True),
           "+ top_k, top_p, min_p": params(**BEST, ignore_eos=True),
-          ALL: params(**BEST, **PENALTIES, min_tokens=tokens), "logprobs=5": params(temperature=0.0, ignore_eos=True,
-                                                                                    logprobs=5),
+          ALL: params(**BEST, **PENALTIES, min_tokens=tokens),
+          "logprobs=5": params(temperature=0.0, ignore_eos=True, logprobs=5),
           STRUCTURED: params(temperature=0.8, structured_outputs={"regex": "[a-z ]{1,}"})}
 
 
 def decode_steps(llm: LLM, params: SamplingParams, args, rng: random.Random) -> tuple[list, int]:
   """Return the steps in which all sequences decode, without the first two, and the number of graphs captured meanwhile.
   A finished sequence is replaced: structured outputs may end early."""
-  live, number = set[str](), 0
+  live = set[str]()
+  number = 0
   with Watch(llm) as watch:
     def decoding() -> list: return [s for s in watch.steps if s.decode and s.outputs == args.running][2:]
     while len(steps := decoding()) < args.steps:
@@ -59,9 +59,8 @@ def measure_steps(args) -> None:
   names, rng = sampling_params(tokens), random.Random(args.seed)
   has_tokenizer = args.model and args.layers is None
   if not has_tokenizer: del names[STRUCTURED]
-  started = time.perf_counter()
-  for params in names.values(): decode_steps(llm, params, args, rng)
-  print(f"  warm-up and graph captures took {time.perf_counter() - started:.1f} s", flush=True)
+  _, seconds = common.timed(lambda: [decode_steps(llm, params, args, rng) for params in names.values()])
+  print(f"  warm-up and graph captures took {seconds:.1f} s", flush=True)
   rounds: list[dict[str, list]] = []
   for i in range(args.rounds):
     rounds.append({})

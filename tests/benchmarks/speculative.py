@@ -28,7 +28,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import common
@@ -66,13 +65,7 @@ def free(i: int) -> str: return TEXTS["openings"][i]
 def code(i: int) -> str:
   """Return a class with a getter and a setter for its first field, and the start of the next getter."""
   name, *fields = TEXTS["records"][i]
-  first, second, *_ = fields
-  text = f'"""A {name}, as the database has it."""\n\n\nclass {name.title()}:\n  def __init__(self, row):\n'
-  text += "".join(f'    self._{field} = row["{field}"]\n' for field in fields)
-  text += f'\n  def get_{first}(self):\n    """Return the {first} of this {name}."""\n    return self._{first}\n'
-  text += f'\n  def set_{first}(self, value):\n    """Set the {first} of this {name}."""\n    if value is None:\n'
-  text += f'      raise ValueError("{first} is missing")\n    self._{first} = value\n'
-  return text + f"\n  def get_{second}(self):\n    \"\"\"Return the"
+  return "\n".join(TEXTS["class"]).format(*fields, name=name, title=name.title())
 
 
 TASKS = {"editing": editing, "summary": summary, "free": free, "code": code}
@@ -105,7 +98,8 @@ class Run:
 
 def run_task(llm: LLM, prompts: list[str], params: list, streams: int) -> Run:
   """Generate from the prompts in batches of `streams`."""
-  before, ids = draft_counts(llm), []
+  before = draft_counts(llm)
+  ids = []
   with Watch(llm) as watch:
     for i in range(0, len(prompts), streams):
       outputs = llm.generate(prompts[i:i + streams], params[i:i + streams], use_tqdm=False)
@@ -138,7 +132,8 @@ def measure_task(engines: dict[int, LLM], task: str, streams: int, args: argpars
   best = {k: quiet_seconds(runs[k]) for k in engines}
   rows = []
   for k in engines:
-    run, tokens = runs[k][-1], len(prompts) * args.output_len
+    run = runs[k][-1]
+    tokens = len(prompts) * args.output_len
     slowest = max(sum(run.seconds) for run in runs[k])
     rows.append([str(k), f"{(tokens - len(prompts)) / run.num_updates:.2f}",
                  f"{run.drafts / run.num_updates:.2f}",
@@ -191,7 +186,8 @@ class Decoding:
     self.llm = common.open_llm(args, max_model_len=args.context + room, max_num_seqs=running,
                                max_num_batched_tokens=budget, speculative_config=config_of(args, k, folder))
     if k: self.llm.proposer.draft_time = 0
-    self.vocabulary, rng = self.llm.model_config.vocab_size, random.Random(args.seed)
+    self.vocabulary = self.llm.model_config.vocab_size
+    rng = random.Random(args.seed)
     for i in range(running):
       self.llm.add_request(str(i), common.random_ids(self.vocabulary, args.context, rng), common.greedy(room - 1))
     self.rounds: list[list[float]] = []   # per round: milliseconds per step, drafts, sequences, context
@@ -218,9 +214,8 @@ def measure_steps(args: argparse.Namespace, running: int, bandwidth: float) -> N
   with contextlib.ExitStack() as stack:
     folder = None
     if args.draft_shape:
-      folder = stack.enter_context(TemporaryDirectory())
-      layers = {"num_hidden_layers": args.layers} if args.layers else {}
-      (Path(folder) / "config.json").write_text(json.dumps(common.SHAPES[args.draft_shape] | layers))
+      draft = argparse.Namespace(model=None, shape=args.draft_shape, layers=args.layers)
+      folder = stack.enter_context(common.model_folder(common.hf_config(draft)))
       stack.enter_context(common.random_weights())
     started = time.perf_counter()
     decoding = {k: Decoding(args, k, running, folder) for k in args.k}

@@ -20,14 +20,12 @@ started = time.perf_counter()
 def bandwidth() -> float:
   """Return the bytes per second that all cores read together, each summing its part of 512 MB."""
   import numpy as np
-  data, cores = np.ones(1 << 27, np.float32), os.cpu_count() or 1
-  times = []
+  from common import timed
+  data = np.ones(1 << 27, np.float32)
+  cores = os.cpu_count() or 1
   with ThreadPoolExecutor(cores) as pool:
-    for _ in range(5):
-      start = time.perf_counter()
-      list(pool.map(np.sum, np.array_split(data, cores)))
-      times.append(time.perf_counter() - start)
-  return data.nbytes / min(times)
+    def read() -> list: return list(pool.map(np.sum, np.array_split(data, cores)))
+    return data.nbytes / min(timed(read)[1] for _ in range(5))
 
 
 def main() -> None:

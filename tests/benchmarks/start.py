@@ -10,24 +10,18 @@ lengths and sampling (greedy or sampled), 16 at once, and prints the longest gap
 longest time to first token: once with graphs captured when first requested, once with graphs captured ahead."""
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import common
 
 from tinyvllm import SamplingParams
-
-
-COMMANDS = "serve", "run"
 
 
 def print_json(**values) -> None: print(json.dumps(values), flush=True)
@@ -43,23 +37,21 @@ def start(args: argparse.Namespace) -> None:
   print_json(stage="all captured", time=time.monotonic(), steps=steps)
 
 
-def first_answer(command: str, model: str | None, cache: str) -> float:
-  """Return the seconds from the start of `tinyvllm serve` or `tinyvllm run` until its first answer is complete."""
-  with socket.create_server(("127.0.0.1", 0)) as free: port = free.getsockname()[1]
-  options = ["--port", str(port)] if command == "serve" else ["--max-tokens", "4"]
-  body = json.dumps({"prompt": "Hello", "max_tokens": 4}).encode()
-  url, headers = f"http://127.0.0.1:{port}/v1/completions", {"content-type": "application/json"}
-  request = urllib.request.Request(url, body, headers)
+def first_answer_of_serve(model: str | None, cache: str) -> float:
+  """Return the seconds from the start of `tinyvllm serve` until its first answer is complete."""
+  from helpers.servers import Server
   started = time.monotonic()
-  with subprocess.Popen([sys.executable, "-m", "tinyvllm", command, *([model] if model else []), *options], text=True,
-                        env={**os.environ, "CACHEDB": cache}, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                        stdout=subprocess.PIPE) as process:
-    if command == "run": process.communicate("Hello\n")
-    while command == "serve":
-      with contextlib.suppress(OSError): command = urllib.request.urlopen(request).reason   # HTTP 503 at first
+  with Server(model, ready=False, environment={"CACHEDB": cache}) as server, server.http() as http:
+    while http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 4}).is_error:   # HTTP 503 at first
       time.sleep(0.02)
-    seconds = time.monotonic() - started
-    process.terminate()
+    return time.monotonic() - started
+
+
+def first_answer_of_run(model: str | None, cache: str) -> float:
+  """Return the seconds of a process of `tinyvllm run` that answers one message."""
+  command = [sys.executable, "-m", "tinyvllm", "run", *([model] if model else []), "--max-tokens", "4"]
+  _, seconds = common.timed(subprocess.run, command, env={**os.environ, "CACHEDB": cache}, input=b"Hello\n",
+                            capture_output=True)
   return seconds
 
 
@@ -93,9 +85,9 @@ async def load(args: argparse.Namespace) -> None:
 
 def main() -> None:
   parser = common.make_parser(__doc__)
+  parser.set_defaults(shape=None)
   parser.add_argument("--requests", type=common.positive, default=200, help="requests of the load")
-  parser.add_argument("--input-len", type=common.positive, default=400, help="maximum tokens per prompt")
-  parser.add_argument("--output-len", type=common.positive, default=32, help="maximum output tokens per request")
+  common.add_workload(parser, output_len=32, input_len=400)   # maximums of the random lengths
   parser.add_argument("--only", choices=("start", "load"), help=argparse.SUPPRESS)   # task of a new process
   parser.add_argument("--prepare", action="store_true", help=argparse.SUPPRESS)
   args = parser.parse_args()
@@ -109,8 +101,9 @@ def main() -> None:
       times = ", ".join(f"{x['stage']} {x['time'] - started:.1f} s" for x in stages)
       print(f"{name}: {times} ({stages[-1]['steps']} graphs)", flush=True)
     for name in () if args.shape else ("cold", "warm"):
-      seconds = [first_answer(command, args.model, os.path.join(folder, command, "cache.db")) for command in COMMANDS]
-      print(f"{name}: first answer of `serve` {seconds[0]:.1f} s, of `run` {seconds[1]:.1f} s", flush=True)
+      serve = first_answer_of_serve(args.model, os.path.join(folder, "serve", "cache.db"))
+      run = first_answer_of_run(args.model, os.path.join(folder, "run", "cache.db"))
+      print(f"{name}: first answer of `serve` {serve:.1f} s, of `run` {run:.1f} s", flush=True)
     for name, flags in (("captured when requested", []), ("captured ahead", ["--prepare"])):
       result, = common.results_of_process("--only", "load", *flags, CACHEDB=cache)
       print(f"{name}: longest gap in a stream {result['gap']:.3f} s, longest time to first token "

@@ -21,7 +21,8 @@ def decode_columns(llm: LLM, steps: list, running: int, bandwidth: float, host: 
   """Return the seconds of the median step in which all sequences decode, and its columns."""
   steps = [s for s in steps if s.decode and s.outputs == running]
   if not steps: return float("nan"), ["-"] * (7 if host else 4)
-  seconds, context = statistics.median(s.seconds for s in steps), statistics.fmean(s.context for s in steps)
+  seconds = statistics.median(s.seconds for s in steps)
+  context = statistics.fmean(s.context for s in steps)
   least = common.roofline(llm, bandwidth, running, context)
   columns = [f"{1e3 * seconds:.2f}", f"{running / seconds:.1f}", f"{least / seconds:.0%}", f"{context:.0f}"]
   return seconds, columns + (common.host_columns(steps) if host else [])
@@ -31,39 +32,29 @@ def measure_throughput(args, running: int, bandwidth: float) -> list[str]:
   length = args.input_len + args.output_len
   llm = engine(args, running, max(length, args.max_num_batched_tokens + 1), length)   # a prompt may fill a step
   requests = common.make_requests(llm.model_config.vocab_size, args, args.num_prompts or 2 * running)
-  prompts, params = [r[0] for r in requests], [r[1] for r in requests]
+  prompts, params = zip(*requests, strict=True)
   started = time.perf_counter()
   llm.generate(prompts, params, use_tqdm=False)   # the same run captures the same graphs
-  prefill = prefill_rate(llm, args)
+  length = min(args.max_num_batched_tokens, llm.max_model_len - 1)   # a prompt that fills a step
+  prompt = common.random_ids(llm.model_config.vocab_size, length, random.Random(args.seed))
+  prefill = common.median_seconds(lambda: llm.generate(prompt, common.greedy(1), use_tqdm=False), 3)
   print(f"  {running} running: warm-up and graph captures took {time.perf_counter() - started:.1f} s", flush=True)
   with Watch(llm) as watch:
-    started = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - started
+    outputs, seconds = common.timed(llm.generate, prompts, params, use_tqdm=False)
   watch.warn()
   new = sum(len(o.outputs[0].token_ids) for o in outputs)
   prompt_tokens = sum(len(p["prompt_token_ids"]) for p in prompts)
   _, decode = decode_columns(llm, watch.steps, running, bandwidth, args.host)
-  row = [str(running), str(len(prompts)), f"{new / seconds:.1f}", f"{(new + prompt_tokens) / seconds:.1f}",
-         f"{prefill:.1f}"]
-  return row + decode
-
-
-def prefill_rate(llm: LLM, args) -> float:
-  """Return the tokens/s of one prompt that fills a step, the median of three runs after a warm-up."""
-  rng, length, times = random.Random(args.seed), min(args.max_num_batched_tokens, llm.max_model_len - 1), []
-  for _ in range(4):
-    prompt, started = common.random_ids(llm.model_config.vocab_size, length, rng), time.perf_counter()
-    llm.generate(prompt, common.greedy(1), use_tqdm=False)
-    times.append(time.perf_counter() - started)
-  return length / statistics.median(times[1:])
+  rates = [f"{x:.1f}" for x in (new / seconds, (new + prompt_tokens) / seconds, length / prefill)]
+  return [str(running), str(len(prompts)), *rates, *decode]
 
 
 def measure_context(args, running: int, context: int, bandwidth: float) -> tuple[list[str], float]:
   budget = max(args.max_num_batched_tokens, running)
   # during chunked prefill, finished prompts already decode: their outputs must last until all decode
   room = running * (-(-context // max(1, budget - running)) + 1) + args.steps + 4
-  llm, rng = engine(args, running, context + room), random.Random(args.seed)
+  llm = engine(args, running, context + room)
+  rng = random.Random(args.seed)
   for i in range(running):
     llm.add_request(str(i), common.random_ids(llm.model_config.vocab_size, context, rng), common.greedy(room))
   started = time.perf_counter()
