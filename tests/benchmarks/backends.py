@@ -143,8 +143,7 @@ def replace_table(text: str, table: str) -> str:
 
 
 def main() -> int:
-  formatter = argparse.RawDescriptionHelpFormatter
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("backends", nargs="*", metavar="BACKEND", help="value of DEV: CPU, CUDA, CL, WEBGPU, …")
   parser.add_argument("--model", metavar="DIR", help="model folder for speed.py (default: the bundled model)")
   parser.add_argument("--write", metavar="FILE", type=Path, help="write the table between the marks in FILE")

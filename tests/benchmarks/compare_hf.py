@@ -78,10 +78,9 @@ def main() -> None:
   weights = "the same weights" if args.same_weights else "different random weights"
   print(f"{count} prompts of {args.input_len} tokens, {args.output_len} output tokens each, {args.running} running, "
         f"{weights}")
-  new = count * args.output_len
   name = "transformers generate, static batches"
   common.print_table(["library", "seconds", "output tokens/s", "tinyvllm's speed-up"], [
-    [name, f"{s:.3f}", f"{new / s:.1f}", f"{s / seconds:.2f}x"]
+    [name, f"{s:.3f}", f"{count * args.output_len / s:.1f}", f"{s / seconds:.2f}x"]
     for name, s in (("tinyvllm", seconds), (name, hf_seconds))])
   if args.same_weights and args.dtype == "float32":
     difference = common.first_difference([o.outputs[0].token_ids for o in outputs], hf_ids)

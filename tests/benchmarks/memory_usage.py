@@ -154,8 +154,7 @@ def measure_caches(args) -> None:
            f"{medians['auto'] / medians[kind]:.3f}", f"{perplexities[kind] / perplexities['auto']:.4f}"]
           for kind, size in sizes.items()]
   print(f"{args.running} running at context {args.context}; capacity, speed and perplexity relative to auto")
-  names = ["kv_cache_dtype", "bytes per token", "capacity", "ms/step", "speed", "perplexity"]
-  common.print_table(names, rows)
+  common.print_table(["kv_cache_dtype", "bytes per token", "capacity", "ms/step", "speed", "perplexity"], rows)
 
 
 def measure_memory(args) -> None:
