@@ -27,7 +27,6 @@ from tinygrad.device import ALL_DEVICES
 
 from tinyvllm import LLM, InputError, __version__, backend, config
 from tinyvllm.backend import Memory
-from tinyvllm_extra import host_memory
 from tinyvllm_extra import programs
 from tinyvllm_extra.cli import doctor
 from tinyvllm_extra.formats import fit
@@ -325,8 +324,8 @@ def test_free_memory_is_least_limit_minus_used(monkeypatch, tmp_path, case):
   for name, text in {**CGROUPS["machine"], "proc/self/cgroup": case["cgroup"], **case["files"]}.items():
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text(f"{text}\n")
-  monkeypatch.setattr(host_memory, "PROC", tmp_path / "proc")
-  monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
+  monkeypatch.setattr(drivers, "PROC", tmp_path / "proc")
+  monkeypatch.setattr(drivers, "CGROUPS", tmp_path)
   limit = resource.RLIM_INFINITY if case["rlimit"] is None else case["rlimit"] * GIB
   monkeypatch.setattr(resource, "getrlimit", lambda kind: {resource.RLIMIT_DATA: (limit, limit)}[kind])
   free, total = drivers.host_memory().free, drivers.device_memory("CPU").total
@@ -335,7 +334,7 @@ def test_free_memory_is_least_limit_minus_used(monkeypatch, tmp_path, case):
 
 
 def test_free_memory_without_proc_is_free_pages(tmp_path, monkeypatch):
-  monkeypatch.setattr(host_memory, "PROC", tmp_path)
+  monkeypatch.setattr(drivers, "PROC", tmp_path)
   monkeypatch.setattr(Memory, "free", lambda memory, devices: 9 * GIB)
   assert drivers.host_memory().free == 9 * GIB
 
