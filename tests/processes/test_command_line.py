@@ -144,6 +144,7 @@ BEAM, SOME = r"\s+-\d+\.\d{3} (stop|length) +", r"[1-9]\d*"
 @pytest.mark.parametrize("script,pattern", [
   ("quickstart", r"Hello, world!\n(.+ \[(stop|length)]\n){4}\d+ tokens/s\n"), ("streaming", r"The cat .+\n"),
   ("ten_users", r"(.+ \(\d+ pieces, first token after \d+ ms\)\n){10}\d+ tokens in \d+ steps, .+\n"),
+  ("disaggregated", r"prompts .+ The texts are equal\.\n832 of 848 prompt tokens .+\nWorth it (.+\n){2}"),
   ("custom_backend", r"[^\n]*\bunchanged: The cat \w[^\n]{20,}\n"),
   ("beam_search", rf"({BEAM}'The cat [^\n]*'){{3}}({BEAM}'Once upon a time [^\n]*'){{3}}\n"),
   pytest.param("terminal", "", marks=pytest.mark.slow),
