@@ -9,7 +9,7 @@ if TYPE_CHECKING: from tinyvllm_extra.vllm_names import *
 __version__ = "0.1.0"
 __all__ = ["LLM", "LLMEngine", "SamplingParams", "Backend", "CompletionOutput", "InputError", "Parts", "RequestOutput",
            "AsyncLLM", "BeamSearchParams", "Logprob", "RequestMetrics", "StructuredOutputsParams", "TextPrompt",
-           "TokensPrompt", "PoolingParams", "PoolingRequestOutput", "generate", "generate_stream"]
+           "TokensPrompt", "PoolingParams", "PoolingRequestOutput", "LoRARequest", "generate", "generate_stream"]
 
 
 def extension(name: str) -> Any:

@@ -101,7 +101,6 @@ class Replica:
     self.server = Server(model, engine, options)
     self.failed = False   # whether the last response had status 500
     await asyncio.to_thread(self.server.load)
-    if self.server.error: raise self.server.error
     while self.server.state(): await asyncio.sleep(0.05)   # until graphs are captured
 
   async def http(self, key: bytes, scope: dict[str, Any], body: bytes) -> AsyncIterator[list[dict[str, Any]]]:
@@ -110,7 +109,7 @@ class Replica:
     messages: asyncio.Queue[Any] = asyncio.Queue()
     request = [{"type": "http.request", "body": body, "more_body": False}]
     async def receive() -> Any: return request.pop() if request else await asyncio.Future()
-    serving: Any = self.server.config.app   # Gate, inside CORS
+    serving: Any = self.server.config.app   # all middleware and routes
     route = asyncio.create_task(serving(scope, receive, messages.put))
     route.add_done_callback(lambda _: messages.put_nowait(None))
     try:

@@ -16,8 +16,7 @@ CAPTURE_THRESHOLD = 16   # requests for a graph shape before it gets its own cap
 
 def sizes_of(key: GraphKey) -> tuple[int, ...]:
   """Return a key as numbers. A graph also runs every step that is smaller in all of them."""
-  plan = key.plan
-  features = (plan.has_logprobs, plan.num_adjustments, plan.has_bitmask, plan.has_all_logprobs) if plan else (0,) * 4
+  features = key.plan[1:] if key.plan else (0,) * 5   # without vocab_size
   return key.num_tokens, key.num_rows, key.sampler_mode, *features
 
 

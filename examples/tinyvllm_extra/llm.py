@@ -12,7 +12,7 @@ from .adapters import lora
 from .cache import prefix_cache, snapshots
 from .formats import architecture, hub
 from .kernels import drivers, parallel
-from .options import SAMPLING_DEFAULTS, LLMConfig, check_no_lora, document, setup_logging, takes
+from .options import SAMPLING_DEFAULTS, LLMConfig, LoRARequest, document, setup_logging, takes, with_adapter
 from .pooling import embeddings
 from .sampling import beam_search, logits, speculation
 from .sampling.params import SamplingParams
@@ -42,12 +42,13 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     open_devices=lambda config: parallel.open_devices(config) if config.tensor_parallel_size > 1 else Devices(),
     open_checkpoint=lora.open_checkpoint,
     find_model=lambda hf_config, path, config: architecture.choose_model(hf_config, path, config.runner),
-    params_class=SamplingParams, scheduler_class=engine_metrics.MeteredScheduler, logits=logits.ProcessedLogits(),
-    open_proposer=snapshots.open_proposer)
+    params_class=SamplingParams, scheduler_class=lora.LoRAScheduler, logits=logits.ProcessedLogits(),
+    open_proposer=lora.open_proposer)
   config: LLMConfig
-  scheduler: engine_metrics.MeteredScheduler
+  scheduler: lora.LoRAScheduler
   proposer: speculation.SpeculativeProposer | None
   states: snapshots.StatePool | None = None   # only for a model with recurrent layers
+  adapters: lora.Adapters | None = None   # only with enable_lora
   tracer: observer.Tracer | None = None
   save_prefix_cache = prefix_cache.save_prefix_cache
   load_prefix_cache = prefix_cache.load_prefix_cache
@@ -73,7 +74,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     # The requested dtype, although a CPU computes in float32
     self.config = dataclasses.replace(self.config, dtype=getattr(self.backend, "stored_dtype", "") or self.config.dtype)
     self.devices = self.runner.model.devices.names
-    self.scheduler.states = self.states
+    self.scheduler.states, self.scheduler.adapters = self.states, self.adapters
     self.is_embedder = isinstance(self.runner.model, architecture.Embedder)
     check(not (self.is_embedder and self.proposer), "speculative_config must be None for an embedding model")
     # Else `encode` leaves out tokenizer.json's end token, whose hidden state is the embedding
@@ -112,18 +113,31 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     check(not priority or self.config.scheduling_policy == "priority",
           f"priority={priority!r} must be 0 unless scheduling_policy='priority'")
     fields = {**prompt} if isinstance(prompt, dict) else {}
-    salt = fields.pop("cache_salt", None)
+    salt, lora_request = fields.pop("cache_salt", None), fields.pop("lora_request", None)
+    adapter = self.add_lora(lora_request) if lora_request else None
     check(salt is None or isinstance(salt, str) and salt, f"cache_salt={salt!r} must be a string that is not empty")
     if isinstance(params, SamplingParams): params.check_logprobs(self.config.max_logprobs, self.model_config.vocab_size)
     limit = getattr(params, "truncate_prompt_tokens", None)
     if limit: fields = {"prompt_token_ids": self.encode(fields or prompt)[1][-limit:]}
     request = super().make_request(request_id, fields or prompt, params, priority)
     request.metrics = engine_metrics.RequestMetrics(request.sequences)
-    for stream in request.streams if salt else (): stream.seq.salt = hashlib.sha256(salt.encode()).digest()
+    for seq in request.sequences:
+      if salt: seq.salt = hashlib.sha256(salt.encode()).digest()
+      if self.adapters and adapter: self.adapters.of_sequence[seq], seq.salt = adapter, seq.salt + adapter.salt
     decode = functools.partial(self.tokenizer.decode, skip_special_tokens=getattr(params, "skip_special_tokens", True))
     for stream in request.streams:
       stream.tokenizer = types.SimpleNamespace(decode=decode if getattr(params, "detokenize", True) else lambda ids: "")
     return request
+
+  def add_lora(self, lora_request: LoRARequest) -> lora.Adapter:
+    """Return an adapter, which is read before its first request. Any thread may call this. Raises InputError."""
+    check(isinstance(lora_request, LoRARequest), f"lora_request={lora_request!r} must be LoRARequest(...)")
+    if self.adapters: return self.adapters.add(lora_request)
+    raise InputError(f"{lora_request=} requires enable_lora=True (--enable-lora)")
+
+  def remove_lora(self, lora_int_id: int) -> bool:
+    """Forget an adapter; requests that use it finish with it. Return whether it was known."""
+    return bool(self.adapters and self.adapters.known.pop(lora_int_id, None))
 
   def capture(self, sizes: list[int] | None = None, optional: bool = False) -> Iterator[str]:
     """Capture greedy and sampled steps, or with `optional` steps with all features, and pad later steps to them, but
@@ -132,7 +146,8 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     are_powers = all(x > 0 and x.bit_count() == 1 for x in sizes or ())
     check(are_powers, f"cudagraph_capture_sizes={sizes} must be powers of two")
     self.scheduler.sizes = [] if self.config.enforce_eager else sorted(sizes or graph_policy.usual_sizes(self.runner))
-    return graph_policy.capture(self, self.scheduler.sizes, logits.graph_variants(self.runner.model, optional))
+    variants = logits.graph_variants(self.runner.model, optional, self.config.enable_lora)
+    return graph_policy.capture(self, self.scheduler.sizes, variants)
 
   def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
     """Like Engine's. prompt: also {"messages": [{"role", "content"}], "template": {options of the chat template}}."""
@@ -167,23 +182,27 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     return requests
 
   def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params | Sequence[Params] = None,
-               use_tqdm: bool = True, priority: int | list[int] | None = None, lora_request: None = None
-               ) -> list[RequestOutput]:
-    """Engine.generate with vLLM's other arguments. prompts, sampling_params: one, or a list or tuple."""
-    check_no_lora(lora_request)
+               use_tqdm: bool = True, priority: int | list[int] | None = None,
+               lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None) -> list[RequestOutput]:
+    """Engine.generate with vLLM's other arguments. prompts, sampling_params, lora_request: one, or a list or tuple."""
     jobs = [*prompts] if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
+    adapters = lora_request if isinstance(lora_request, Sequence) else [lora_request] * len(jobs)
+    check(len(adapters) == len(jobs), f"lora_request: {len(adapters)} for {len(jobs)} prompts: use 1 or one each")
+    jobs = [*map(with_adapter, jobs, adapters)]
     params = [*sampling_params] if isinstance(sampling_params, Sequence) else sampling_params
     check(not isinstance(priority, list) or len(priority) == len(jobs), f"{priority=} must have length {len(jobs)}")
     return super().generate(jobs, params, use_tqdm, priority or 0)
 
   def chat(self, messages: list[JsonObject] | list[list[JsonObject]], sampling_params: Params | Sequence[Params] = None,
            use_tqdm: bool = True, chat_template_kwargs: JsonObject | None = None,
+           lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
            **template: object) -> list[RequestOutput]:
     """Answer a conversation, a list of {"role": ..., "content": ...}, or a list of them, with the chat template.
     template, chat_template_kwargs: options of ChatTokenizer.apply_chat_template."""
     chats = messages if isinstance(messages, list) and messages and isinstance(messages[0], list) else [messages]
     options = template | (chat_template_kwargs or {})
-    return self.generate([{"messages": chat, "template": options} for chat in chats], sampling_params, use_tqdm)
+    return self.generate([{"messages": chat, "template": options} for chat in chats], sampling_params, use_tqdm,
+                         lora_request=lora_request)
 
   def get_tokenizer(self) -> ChatTokenizer: return self.tokenizer
   def get_default_sampling_params(self) -> SamplingParams: return SamplingParams(**self.sampling_defaults)

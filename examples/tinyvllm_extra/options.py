@@ -34,6 +34,9 @@ class LLMConfig(EngineConfig):
   activation_quantization: str = option("auto", "int8: multiply in int8 (CPU); fp8: in e4m3 (Hopper); none: float; "
                                         "auto: int8 for int weights", choices=("auto", "int8", "fp8", "none"))
   merge_lora: str | None = option(None, "Folder of a LoRA adapter that is added to the weights (default: none)")
+  enable_lora: bool = option(False, "Allow a LoRA adapter for each request")
+  max_loras: int = option(1, "Maximum adapters in a step", min=1, max=64)
+  max_lora_rank: int = option(16, "Maximum rank of adapters", min=1, max=64)
   kv_cache_dtype: str = option("auto", "KV cache dtype; auto: as dtype", choices=("auto", "fp8", "int8"))
   tensor_parallel_size: int = option(1, "Number of devices per layer", min=1, max=8)
   cudagraph_capture_sizes: list[int] | None = option(None, "Step sizes in tokens to capture at startup (default: none)")
@@ -53,8 +56,18 @@ class LLMConfig(EngineConfig):
   max_logprobs: int = option(20, "Maximum log probabilities per token; -1: no limit", min=-1, max=2**31 - 1)
 
 
-def check_no_lora(lora_request: object) -> None:
-  check(lora_request is None, f"lora_request={lora_request!r} is not supported: use None")
+@dataclasses.dataclass(frozen=True)
+class LoRARequest(Options):
+  """The adapter of a request. lora_path: a folder that PEFT wrote. lora_int_id: each adapter has another one."""
+  lora_name: str
+  lora_int_id: int = dataclasses.field(metadata={"min": 1, "max": 2**31 - 1})
+  lora_path: str
+
+
+def with_adapter(prompt: str | JsonObject, lora_request: LoRARequest | None) -> str | JsonObject:
+  """Return a prompt for make_request, with its adapter."""
+  if lora_request is None: return prompt
+  return {**(prompt if isinstance(prompt, dict) else {"prompt": prompt}), "lora_request": lora_request}
 
 
 def check_one_device(count: int, why: str) -> None:

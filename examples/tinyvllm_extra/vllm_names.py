@@ -7,6 +7,7 @@ from tinyvllm.engine import (Backend as Backend, CompletionOutput as CompletionO
 from .sampling.beam_search import BeamSearchParams as BeamSearchParams   # re-exported
 from .sampling.params import Logprob as Logprob, SamplingParams as SamplingParams
 from .llm import LLM as LLM
+from .options import LoRARequest as LoRARequest
 from .pooling.embeddings import PoolingParams as PoolingParams, PoolingRequestOutput as PoolingRequestOutput
 from .serving.engine_metrics import RequestMetrics as RequestMetrics
 from .sampling.structured_outputs import StructuredOutputsParams as StructuredOutputsParams

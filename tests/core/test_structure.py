@@ -25,10 +25,10 @@ PATCHES = f"{EXTRA}.kernels.tinygrad_patches"
 PUBLIC = {f"tinygrad.{name}" for name in (
   "Context", "Device", "Tensor", "TinyJit", "UOp", "dtypes", "function", "helpers", "nn")}
 # Rooms and modules of the extension, the lowest first: each imports only from its own floor and the ones below
-FLOORS = [f"{EXTRA}.options {EXTRA}.host_memory {EXTRA}.graph_policy {EXTRA}",
+FLOORS = [f"{EXTRA}.options {EXTRA}.graph_policy {EXTRA}",
           f"{EXTRA}.text", f"{EXTRA}.models", f"{EXTRA}.kernels {EXTRA}.programs", f"{EXTRA}.formats",
-          f"{EXTRA}.sampling", f"{EXTRA}.cache", f"{EXTRA}.pooling", f"{EXTRA}.trace", f"{EXTRA}.adapters",
-          f"{EXTRA}.llm {EXTRA}.serving.engine_metrics {EXTRA}.vllm_options",
+          f"{EXTRA}.sampling", f"{EXTRA}.cache", f"{EXTRA}.pooling", f"{EXTRA}.trace",
+          f"{EXTRA}.llm {EXTRA}.adapters {EXTRA}.serving.engine_metrics {EXTRA}.vllm_options",
           f"{EXTRA}.serving", f"{EXTRA}.serving.agents {EXTRA}.pooling.pooling_routes", f"{EXTRA}.serving.app",
           f"{EXTRA}.vllm_names", f"{EXTRA}.cli"]   # app: composes all routes
 # Names in tinygrad's submodules that may be imported outside of `kernels`: a type, a custom kernel's name, axes, sums

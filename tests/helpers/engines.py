@@ -53,7 +53,7 @@ class LogitsRecorder:
     self.engine, self.model, V = engine, engine.runner.model, engine.model_config.vocab_size
     rows = range(1, 2 * engine.config.max_num_seqs)   # a power of two
     self.logits = {n: Tensor.zeros(n, V).contiguous().realize() for n in rows}   # by a graph's number of rows
-    self.devices = self.model.devices
+    self.devices, self.vocab_size = self.model.devices, self.model.vocab_size
     engine.runner.model = self
     engine.runner.is_async = False   # the next step would overwrite the logits
 
@@ -63,10 +63,10 @@ class LogitsRecorder:
     # schedule the assignment alone
     return self.logits[logits.shape[0]].assign(logits)
 
-  def generate(self, ids: list[int], n: int) -> tuple[list[int], np.ndarray]:
-    """Return the next n greedy ids of a single request, and their logits, (n, V)."""
+  def generate(self, ids: list[int], n: int, **fields: Any) -> tuple[list[int], np.ndarray]:
+    """Return the next n greedy ids of a single request, and their logits, (n, V). fields: of its prompt."""
     engine, out, params = self.engine, [], SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
-    engine.add_request("logits", {"prompt_token_ids": ids}, params)
+    engine.add_request("logits", {"prompt_token_ids": ids, **fields}, params)
     while engine.has_unfinished_requests():
       for buffer in self.logits.values(): buffer.assign(buffer.full_like(np.nan)).realize()
       if outputs := engine.step(): out += [x[0] for b in self.logits.values() if np.isfinite((x := b.numpy())[0]).all()]

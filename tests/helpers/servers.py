@@ -252,7 +252,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
 
 
 TYPES = {400: "BadRequestError", 401: "UnauthorizedError", 404: "NotFoundError", 405: "MethodNotAllowedError",
-         413: "RequestEntityTooLargeError", 415: "UnsupportedMediaTypeError",
+         409: "ConflictError", 413: "RequestEntityTooLargeError", 415: "UnsupportedMediaTypeError",
          429: "TooManyRequestsError", 431: "RequestHeaderFieldsTooLargeError",
          500: "InternalServerError", 501: "NotImplementedError", 503: "ServiceUnavailableError"}
 

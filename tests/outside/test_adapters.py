@@ -1,11 +1,11 @@
-"""Adapters that PEFT writes (pip install --group formats), merged while a model loads. The reference is PEFT's own
-model."""
+"""Adapters that PEFT writes (pip install --group formats), merged while a model loads or chosen by a request. The
+reference is PEFT's own model."""
 import numpy as np
 import pytest
 from helpers.engines import ENGINE, LogitsRecorder
 from helpers.models import tiny_model
 
-from tinyvllm import LLM
+from tinyvllm import LLM, LoRARequest
 
 PROMPT = [5, 17, 99, 250, 31]
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -17,7 +17,7 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
   ("Qwen3ForCausalLM", {"target_modules": r".*layers\.1\.(self_attn|mlp)\.\w+_proj"}),
   ("LlamaForCausalLM", {"target_modules": ALL, "rank_pattern": {"down_proj": 3, r"layers\.1\.self_attn\.[qk]_proj": 7},
                         "alpha_pattern": {r"1\.mlp\.up_proj": 9, "up_proj": 40, "k_proj": 2}})])
-def test_merged_adapter_gives_the_ids_and_logits_of_peft(tmp_path, architecture, options):
+def test_adapter_gives_the_ids_and_logits_of_peft(tmp_path, architecture, options):
   import peft
   import torch
   import transformers
@@ -34,6 +34,9 @@ def test_merged_adapter_gives_the_ids_and_logits_of_peft(tmp_path, architecture,
     for _ in range(8):
       logits.append(model(torch.tensor([ids])).logits[0, -1].numpy())
       ids.append(int(logits[-1].argmax()))
-  out, actual = LogitsRecorder(LLM(folder, merge_lora=str(tmp_path / "adapter"), **ENGINE)).generate(PROMPT, 8)
-  assert out == ids[len(PROMPT):]
-  np.testing.assert_allclose(actual, logits, atol=1e-4)
+  path = str(tmp_path / "adapter")
+  for llm_options, fields in (({"merge_lora": path}, {}),
+                              ({"enable_lora": True}, {"lora_request": LoRARequest("a", 1, path)})):
+    out, actual = LogitsRecorder(LLM(folder, **llm_options, **ENGINE)).generate(PROMPT, 8, **fields)
+    assert out == ids[len(PROMPT):]
+    np.testing.assert_allclose(actual, logits, atol=1e-4)

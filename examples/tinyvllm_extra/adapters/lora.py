@@ -1,25 +1,36 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685): an adapter adds the product of two narrow matrices to each of a model's
-matrices. Reads PEFT's files, and merges one adapter into the weights while they load."""
-import pathlib, re
+matrices. Reads PEFT's files. Merges one adapter into the weights while they load, or keeps several beside them: then
+each sequence may have its own, as a token may have its expert (S-LoRA, Sheng et al. 2023, arXiv:2311.03285)."""
+import contextvars, functools, pathlib, re, threading, uuid, weakref
+from collections.abc import Callable
 
 import numpy as np
+from tinygrad import Tensor, dtypes, helpers
+from tinygrad.dtype import DType
 
+from tinyvllm.backend import TOKENS, GateUp, Module, cpu_cores
 from tinyvllm.config import check, read_json
-from tinyvllm_extra.formats import hub
-from tinyvllm_extra.formats.quantization import to_float32
-from tinyvllm_extra.formats.weights import FLOATS, FastCheckpoint, read_safetensors
-from tinyvllm_extra.options import LLMConfig
+from tinyvllm.engine import LoadedModel
+from tinyvllm.llama import Llama
+from tinyvllm.request import Sequence
+from tinyvllm.runner import GraphKey, Logits, Results, Runner, Step, upload, zeros
+from tinyvllm_extra.cache import snapshots
+from tinyvllm_extra.formats import hub, quantization, weights
+from tinyvllm_extra.kernels import buffers, matmul
+from tinyvllm_extra.models import layers, storage_order
+from tinyvllm_extra.options import LLMConfig, LoRARequest, check_one_device
+from tinyvllm_extra.sampling.logits import LogitsPlan
+from tinyvllm_extra.serving.engine_metrics import MeteredScheduler
 
-TARGETS = re.compile(r"base_model\.model\.(.*\.(?:self_attn|mlp)\.\w+_proj)\.lora_([AB])\.weight")
-# Values of fields in adapter_config.json that give the plain product. A field that is in neither table must be empty:
-# PEFT's other variants and initializations also change the model, or the base weights (PiSSA, OLoRA)
-PLAIN: dict[str, list[object]] = {
-  "peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, "gaussian", "eva", "orthogonal"],
-  **{name: [False] for name in ("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out")}}
-HARMLESS = {"lora_alpha", "alpha_pattern", "use_rslora", "r", "rank_pattern", "target_modules", "exclude_modules",
-            "layers_to_transform", "layers_pattern", "lora_dropout", "task_type", "auto_mapping",
-            "peft_version", "base_model_name_or_path", "revision", "inference_mode", "megatron_core",
-            "qalora_group_size", "eva_config", "runtime_config"}
+MATRIX = r".*\.(?:self_attn|mlp)\.\w+_proj"   # names of matrices that may have an adapter
+TENSOR = re.compile(rf"base_model\.model\.({MATRIX})\.lora_([AB])\.weight")
+# Fields of adapter_config.json. plain: values that give the plain product. Fields in neither list must be empty: PEFT's
+# other variants and initializations also change the model, or the base weights (PiSSA, OLoRA)
+FIELDS = read_json(pathlib.Path(__file__).with_name("peft_fields.json"))
+Pairs = dict[str, tuple[np.ndarray, np.ndarray]]   # A, (rank, in), and B with its scale, (out, rank), by matrix
+SLOT = [*TOKENS.formats].index("slot")
+# While a step with adapters is traced: its tokens grouped by adapter, see FastExperts.group_rows
+groups = contextvars.ContextVar[Tensor | None]("groups", default=None)
 
 
 def scale_of(config: dict, name: str, rank: int) -> float:
@@ -30,26 +41,168 @@ def scale_of(config: dict, name: str, rank: int) -> float:
   return alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 
-def read_adapter(path: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-  """Return A, (rank, in), and B with its scale, (out, rank), by the name of their matrix. Raises InputError."""
-  folder = pathlib.Path(path).expanduser()
+def read_adapter(path: str, option: str) -> Pairs:
+  """Read a folder that PEFT wrote. option: how the user named it. Raises InputError."""
+  folder, text = pathlib.Path(path).expanduser(), f"{option}={path!r}"
   config = read_json(folder / "adapter_config.json")
-  check(config, f"merge_lora={path!r} has no adapter_config.json: name a folder that PEFT wrote")
+  check(config, f"{text} has no adapter_config.json: name a folder that PEFT wrote")
   for name, value in config.items():
-    plain = PLAIN.get(name, [None])
-    check(not value or name in HARMLESS or value in plain,
-          f"merge_lora={path!r}: {name}={value!r} is not supported: use {plain[0]!r}")
+    plain = FIELDS["plain"].get(name, [None])
+    is_supported = not value or name in FIELDS["harmless"] or value in plain
+    check(is_supported, f"{text}: {name}={value!r} is not supported: use {plain[0]!r}")
   pairs: dict[str, dict[str, np.ndarray]] = {}
-  for name, tensor in read_safetensors(folder / "adapter_model.safetensors", FLOATS).items():
-    match = TARGETS.fullmatch(name)
-    check(match, f"merge_lora={path!r}: tensor {name} is not supported: only matrices of attention and MLPs are")
-    if match: pairs.setdefault(match[1], {})[match[2]] = to_float32(tensor.read())
-  for name, pair in pairs.items(): check(len(pair) == 2, f"merge_lora={path!r}: {name} lacks lora_A or lora_B")
+  for name, tensor in weights.read_safetensors(folder / "adapter_model.safetensors", weights.FLOATS).items():
+    match = TENSOR.fullmatch(name)
+    check(match, f"{text}: tensor {name} is not supported: only matrices of attention and MLPs are")
+    if match: pairs.setdefault(match[1], {})[match[2]] = quantization.to_float32(tensor.read())
+  for name, pair in pairs.items(): check(len(pair) == 2, f"{text}: {name} lacks lora_A or lora_B")
   return {name: (x["A"], x["B"] * np.float32(scale_of(config, name, len(x["A"])))) for name, x in pairs.items()}
 
 
-def open_checkpoint(path: pathlib.Path, config: LLMConfig) -> FastCheckpoint:
+def open_checkpoint(path: pathlib.Path, config: LLMConfig) -> weights.FastCheckpoint:
   """Open a model, whose weights will include the adapter, if the config names one."""
   checkpoint = hub.open_checkpoint(path, config.quantization, config.activation_quantization)
-  if config.merge_lora: checkpoint.adapter = read_adapter(config.merge_lora)
+  if config.merge_lora: checkpoint.adapter = read_adapter(config.merge_lora, "merge_lora")
   return checkpoint
+
+
+# Adapters beside the model
+
+class AdaptedLinear(Module):
+  """A matrix of the model with A and B of `count` adapters, the first of zeros. A has `rank` rows for each of the
+  matrices that are stacked in W."""
+  def __init__(self, base: matmul.FastLinear, count: int, rank: int, dtype: DType):
+    self.base, self.rank, self.sources = base, rank, base.sources
+    inner = helpers.round_up(rank * len(base.sources), 16 if cpu_cores() else 32)   # as linear.c and linear.cu take it
+    sizes = (base.in_features, inner), (inner, base.out_features)
+    self.a, self.b = [matmul.FastExperts(n, {"": count * out}, False, dtype, num_experts=count) for n, out in sizes]
+    for x in (self.a, self.b): x.weight = x.weight.zeros_like().contiguous().realize()
+    self.b.adds = True
+
+  def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
+    row_groups, T = groups.get(), x.max_shape[0]
+    if row_groups is None: return self.base(x, dtype)
+    h = self.a.multiply(x, row_groups=row_groups, count=T)              # (T, inner)
+    total = self.base.multiply(x, dtype)                                # (T, out), or partial sums
+    total = self.b.multiply(h, row_groups=row_groups, count=T, total=total)
+    if not isinstance(self.base, GateUp): return total
+    size = self.base.out_features // 2 if self.base.weight.ndim == 3 else 8   # see FastGateUp.ordered
+    pairs = total.float().unflatten(1, (-1, 2, size))                   # (T, parts, 2, size)
+    gated = getattr(pairs[:, :, 0], self.base.activation)() * pairs[:, :, 1]
+    return gated.flatten(1).cast(total.dtype).contiguous()
+
+  def arrange(self, model: Llama, pairs: Pairs) -> list[np.ndarray]:
+    """Take this matrix's A and B from an adapter's, and return them as they are stored. Raises InputError."""
+    inner = self.b.in_features
+    size, row = self.base.in_features, 0
+    whole = np.zeros((inner, size), np.float32), np.zeros((self.base.out_features, inner), np.float32)
+    for i, (name, count) in enumerate(self.sources.items()):
+      a, b = pairs.pop(name, (np.zeros((0, size)), np.zeros((count, 0))))
+      check(len(a) <= self.rank, f"{name} has rank {len(a)}: raise max_lora_rank={self.rank}")
+      shape = len(b), a.shape[1]
+      check(shape == (count, size), f"{name} is {[*shape]}, but {[count, size]} in the model: choose an adapter of it")
+      columns, order = slice(i * self.rank, i * self.rank + len(a)), layers.row_order(model.config, name, count)
+      whole[0][columns], whole[1][row:row + count, columns] = a, b if order is None else b[order]
+      row += count
+    dtype, shapes = self.a.weight.dtype, [x.weight.max_shape for x in (self.a, self.b)]
+    convert = quantization.to_bfloat16 if dtype == dtypes.bfloat16 else functools.partial(np.asarray, dtype=dtype.fmt)
+    return [np.ascontiguousarray(convert(storage_order.reorder(w, (shape[0] // self.a.num_experts, *shape[1:]))))
+            for w, shape in zip((whole[0], self.base.ordered(whole[1])), shapes, strict=True)]
+
+
+class Adapter:
+  """An adapter in the host's memory. salt: of the prefix cache, another one for each load."""
+  def __init__(self, request: LoRARequest, model: Llama, adapted: list[AdaptedLinear]):
+    self.request, self.salt = request, uuid.uuid4().bytes
+    pairs = read_adapter(request.lora_path, "lora_path")
+    if isinstance(model, layers.LlamaVariant): pairs = model.arrange(pairs)
+    self.arrays = [x for layer in adapted for x in layer.arrange(model, pairs)]
+    check(not pairs, f"lora_path={request.lora_path!r}: {next(iter(pairs), '')} is not a matrix of the model")
+
+
+class Adapters:
+  """The adapters of a model. known: by id, in the host's memory. loaded: by index, on the device."""
+  def __init__(self, model: Llama, config: LLMConfig):
+    check_one_device(len(model.devices.names), " with enable_lora")
+    self.model, self.lock = model, threading.Lock()
+    self.known: dict[int, Adapter] = {}
+    self.running: list[Sequence] = []   # the scheduler's list, from its first sequence on
+    self.loaded: list[Adapter | None] = [None] * (config.max_loras + 1)   # the first is none
+    self.of_sequence = weakref.WeakKeyDictionary[Sequence, Adapter]()
+    dtype = getattr(dtypes, getattr(model.backend, "stored_dtype", ""), model.dtype)
+    self.layers: list[AdaptedLinear] = []
+    for layer, name, module in [(x, *item) for x in model.layers for item in vars(x).items()]:
+      if isinstance(module, matmul.FastLinear) and all(re.fullmatch(MATRIX, x) for x in module.sources):
+        self.layers.append(AdaptedLinear(module, len(self.loaded), config.max_lora_rank, dtype))
+        setattr(layer, name, self.layers[-1])
+    self.tensors = [x.weight for layer in self.layers for x in (layer.a, layer.b)]
+    check(self.layers, "enable_lora=True must be False: this backend or model has no matrices for adapters")
+
+  def add(self, request: LoRARequest) -> Adapter:
+    """Return an adapter, which is read unless its id is known. Any thread may call this. Raises InputError."""
+    adapter = self.known.get(request.lora_int_id)
+    if not adapter:
+      with self.lock: adapter = self.known[request.lora_int_id] = Adapter(request, self.model, self.layers)
+    check(adapter.request == request, f"lora_int_id={request.lora_int_id} is {adapter.request}: choose another id")
+    return adapter
+
+  def place(self, seq: Sequence, running: list[Sequence]) -> bool:
+    """Store a sequence's adapter on the device, in place of one that does not run. Return False if all run."""
+    self.running = running
+    adapter, used = self.of_sequence.get(seq), [self.of_sequence.get(x) for x in running]
+    if adapter in self.loaded: return True
+    free = [i for i, x in enumerate(self.loaded) if i and (x is None or x not in used)]
+    if free and adapter:
+      self.loaded[free[0]] = adapter
+      for i, (tensor, array) in enumerate(zip(self.tensors, adapter.arrays, strict=True)):
+        stacked = np.stack([x.arrays[i] if x else np.zeros_like(array) for x in self.loaded])
+        buffers.copy_to_devices(tensor, stacked)   # whole, as some devices have no parts of buffers
+    return bool(free)
+
+
+class LoRAScheduler(MeteredScheduler):
+  """A scheduler that starts a sequence when its adapter is on the device."""
+  adapters: Adapters | None = None   # set after the model's start
+
+  def start(self, seq: Sequence, free_slots: set[int]) -> bool:
+    return (self.adapters is None or self.adapters.place(seq, self.running)) and super().start(seq, free_slots)
+
+
+class LoRARunner(Runner):
+  """A runner with graphs for steps with adapters, and others for those without."""
+  def __init__(self, adapters: Adapters, model: Llama, config: LLMConfig, num_bytes: int, logits: Logits | None = None):
+    super().__init__(model, config, num_bytes, logits)
+    self.adapters = adapters
+    self.table = zeros(self.config.max_num_seqs + 1)   # index of each slot's adapter
+    self.indices = np.zeros(self.table.shape, np.int32)   # its content
+
+  def choose_key(self, key: GraphKey) -> GraphKey:
+    if any(seq in self.adapters.of_sequence for seq in self.adapters.running):
+      plan = key.plan or LogitsPlan(self.model.vocab_size, False, 0, False)
+      key = key._replace(plan=plan._replace(has_adapters=True))
+    return super().choose_key(key)
+
+  def launch(self, step: Step) -> Callable[[], Results]:
+    of_sequence, loaded = self.adapters.of_sequence, self.adapters.loaded
+    indices = {seq.slot: loaded.index(of_sequence.get(seq)) for seq in step.computed}
+    if any(self.indices[slot] != index for slot, index in indices.items()):
+      for slot, index in indices.items(): self.indices[slot] = index
+      upload(self.table, self.indices)
+    return super().launch(step)
+
+  def _compute(self, words: Tensor, key: GraphKey) -> list[Tensor]:
+    if not (key.plan and key.plan.has_adapters): return super()._compute(words, key)
+    slots = words[SLOT * key.num_tokens:(SLOT + 1) * key.num_tokens]
+    reset = groups.set(self.adapters.layers[0].a.group_rows(self.table[slots].reshape(-1, 1).contiguous()))
+    try: return super()._compute(words, key)
+    finally: groups.reset(reset)
+
+
+def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner], num_bytes: int) -> tuple:
+  """Like snapshots.open_proposer, for a model with adapters, which take part of the memory."""
+  config = target.config
+  if isinstance(new_runner, functools.partial) and isinstance(config, LLMConfig) and config.enable_lora:
+    vars(target)["adapters"] = adapters = Adapters(new_runner.args[0], config)
+    num_bytes -= sum(x.nbytes() for x in adapters.tensors)
+    new_runner = functools.partial(LoRARunner, adapters, *new_runner.args, **new_runner.keywords)
+  return snapshots.open_proposer(target, new_runner, num_bytes)

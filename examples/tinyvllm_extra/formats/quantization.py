@@ -71,6 +71,12 @@ def to_float32(x: np.ndarray) -> np.ndarray:
   return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32, copy=False)
 
 
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+  """Round float32 to the nearest bfloat16, as uint16; of two equally near ones, to the even one."""
+  bits = x.view(np.uint32)
+  return (bits + 0x7fff + (bits >> 16 & 1) >> 16).astype(np.uint16)
+
+
 def unpack_words(words: np.ndarray, bits: int, axis: int, bit_order: Sequence[int] = range(8)) -> np.ndarray:
   """Unpack 32-bit words to uint8 values along the axis. 3-bit values may lie in two words."""
   words = np.moveaxis(words.view(np.uint32), axis, -1)
@@ -205,9 +211,7 @@ def read_bitsandbytes(source: "FastCheckpoint", name: str, shape: tuple[int, int
         f"{name}.weight has {2 * len(q)} weights and scales for {len(scale)}, not {[*shape]}: download it again")
   pairs = np.stack([table.repeat(16), np.tile(table, 16)], 1).view(np.uint64)[:, 0]   # by byte, its upper bits first
   weight = (pairs[q].view(np.float32) * scale).reshape(shape)
-  if config["dtype"] != "bfloat16": return weight.astype(config["dtype"])
-  bits = weight.view(np.uint32)
-  return (bits + 0x7fff + (bits >> 16 & 1) >> 16).astype(np.uint16)   # to nearest, ties to even
+  return weight.astype(config["dtype"]) if config["dtype"] != "bfloat16" else to_bfloat16(weight)
 
 
 def read_stacked(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix:

@@ -148,7 +148,8 @@ VECTORS void NAME(ARGUMENTS, int core_id) {
       }
       for (long t = 0; t < count; t++) {
         float *values = (float *)(sums + t * WIDE), *to = (float *)out + targets[t] * WIDTH + first % WIDTH;
-        for (int i = 0; i < OUTPUTS; i++) to[i] = IS_GATED ? ACTIVATED(values[i]) * values[OUTPUTS + i] : values[i];
+        for (int i = 0; i < OUTPUTS; i++)
+          to[i] = IS_GATED ? ACTIVATED(values[i]) * values[OUTPUTS + i] : values[i] + (ADDS ? to[i] : 0);
       }
     }
   }

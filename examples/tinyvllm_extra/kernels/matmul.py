@@ -30,10 +30,12 @@ class FastLinear(Linear):
   flags: Tensor | None = None   # see products.new_flags
   has_8bit_inputs = False   # linear.c quantizes x to int8
   has_e4m3_inputs = False   # products of at least 64 rows are in e4m3, see wgmma.cu
+  adds = False   # to its output, with row_groups
 
   def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType, axis: int = 0,
                num_experts: int = 1):
     super().__init__(in_features, sources, bias, dtype, axis)
+    self.in_features = in_features
     self.num_experts = num_experts   # matrices that are stacked in W
     tiles, *tile = stored_shape(self.out_features // num_experts, in_features, cuda_source.has_mma(dtype))
     self.weight = Tensor.empty(num_experts * tiles, *tile, dtype=dtype)
@@ -86,14 +88,15 @@ class FastLinear(Linear):
     return self.multiply(x, dtype)
 
   def multiply(self, x: Tensor, dtype: DType | None = None, activation: str = "", row_groups: Tensor | None = None,
-               count: int = 0) -> Tensor:
+               count: int = 0, total: Tensor | None = None) -> Tensor:
     """Return the products, or with an activation GateUp's. row_groups: the experts of x, (R, in), see linear_kernel;
-    then return (count, out), each row of x for count / R of them."""
+    then return (count, out), each row of x for count / R of them. total: if this layer `adds`, what it adds to."""
     if self.order is not None: x = x[:, self.order].contiguous()
     tiles = products.choose_tiles(self, x, row_groups)
     num_rows = count or x.max_shape[0] * (tiles.splits if tiles else 1)
-    out = new(x, num_rows, self.out_features // self.num_experts // (1 + bool(activation)), dtype=dtype)
-    if tiles: return products.multiply(self, out, x, tiles, activation, row_groups)
+    width = self.out_features // self.num_experts // (1 + bool(activation))
+    out = new(x, num_rows, width, dtype=dtype) if total is None else total
+    if tiles: return products.multiply(self, out, x, tiles, activation, row_groups, count)
     tensors = {"x": x, "weight": self.weight, **self.scales, "bias": self.bias, "row_groups": row_groups}
     if uses_c(self, x): return multiply_c(self, out, x, activation, row_groups, tensors)
     def run(operands: dict[str, UOp]) -> UOp: return linear_kernel(self, **operands)
@@ -177,7 +180,9 @@ def linear_kernel(layer: FastLinear, out: UOp, x: UOp, weight: UOp, scale: UOp |
   if offset is not None: w = w + offset[n, scale_group, lane].float()
   total = fold(x[source, k].float() * w)
   if bias is not None: total = total + bias[n * weight.max_shape[2] + lane].cast(total.dtype)
-  return kernel_of("linear", store(out, total, target, n * weight.max_shape[2] + lane))
+  n = n * weight.max_shape[2] + lane   # the output
+  if layer.adds: total = total + out[target, n % out.shape[1]].load().cast(total.dtype)
+  return kernel_of("linear", store(out, total, target, n))
 
 
 def routed_rows(out: UOp, x: UOp, row_groups: UOp | None) -> tuple[UOp, UOp, UOp | int]:

@@ -76,7 +76,8 @@ def candidates(layer: "FastLinear", x: Tensor, row_groups: Tensor | None = None)
     blocks = -(-T // x.rows) * num_groups * (N // x.outputs) * x.splits
     return has_memory and fits_rows and N % x.outputs == 0 and (any_blocks or x.min_groups <= blocks <= x.max_groups)
   many, few = [TABLES[f"{rows} {'quantized' if layer.scales else 'floats'}"] for rows in ("many", "few")]
-  tiles = [x._replace(splits=n) for x in many for n in range(1, limit + 1) if limit % n == 0] + few
+  short = [Tiles(4, max(1, T // 8), 4, 1, 2, 0)] if row_groups is not None and K <= 64 else []   # of LoRA's B
+  tiles = short + [x._replace(splits=n) for x in many for n in range(1, limit + 1) if limit % n == 0] + few
   first = next(filter(fits, tiles))
   key = f"linear {T} {K} {N} {layer.number_format.bits} {num_groups} {first.splits}"
   return key, [first, *[x for x in tiles if fits(x, True) and x.splits == first.splits and x != first]]
@@ -89,22 +90,23 @@ def sizes_of(layer: "FastLinear", x: Tensor, row_groups: Tensor | None = None, a
   return {"T": T, "K": K, "N": layer.out_features // layer.num_experts, "EXPERTS": layer.num_experts,
           "NUM_GROUPS": num_groups, "ROW_GROUP": row_group, "NUM_ROWS": max(1, row_group - 1) if row_group else T,
           "GROUPS": 1 if scale is None else scale.max_shape[1], "BITS": numbers.bits,
-          "ZERO_POINT": numbers.zero_point, "IS_FLOAT": int(numbers.is_float), "IS_GATED": int(bool(activation))}
+          "ZERO_POINT": numbers.zero_point, "IS_FLOAT": int(numbers.is_float), "IS_GATED": int(bool(activation)),
+          "ADDS": int(layer.adds)}
 
 
 def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles, activation: str,
-             row_groups: Tensor | None = None) -> Tensor:
+             row_groups: Tensor | None = None, count: int = 0) -> Tensor:
   """Return `out` with x @ W.T + bias or a GateUp's activations: (T, N), or with split-K one (T, N) per split, stacked
-  along the first axis. Rows of the step's padding are undefined. row_groups: see matmul.linear_kernel."""
+  along the first axis. Rows of the step's padding are undefined. row_groups, count: see matmul.FastLinear.multiply."""
   sizes = sizes_of(layer, x, row_groups, activation)
-  T, K, num_rows = sizes["T"], sizes["K"], sizes["NUM_ROWS"]
+  T, K = sizes["T"], sizes["K"]
   tokens = current.get() if row_groups is None else None
   if tokens is not None and tokens.shape != (COUNT + 1, T): tokens = None   # without their number, or of other rows
   definitions: dict[str, object] = {
     **sizes, **{name.upper(): n for name, n in tiles._asdict().items()}, "ROWS": tiles.rows, "OUTPUTS": tiles.outputs,
-    "ROWS_OUT": out.max_shape[0] // tiles.splits, "IS_FLOAT32": int(out.dtype == dtypes.float32),
+    "ROWS_OUT": count or out.max_shape[0] // tiles.splits, "IS_FLOAT32": int(out.dtype == dtypes.float32),
     "TYPE": f'"{cuda_source.TYPES.get(x.dtype, "f16")}"',   # in PTX, as a string in C
-    "ROWS_OF_STEP": num_rows if tokens is None else f"tokens[{COUNT * T}]",   # without padding
+    "ROWS_OF_STEP": sizes["NUM_ROWS"] if tokens is None else f"tokens[{COUNT * T}]",   # without padding
     "ACTIVATED(x)": ACTIVATIONS[activation]}
   if tiles.buffers or layer.flags is None: launch, scratch = launch_linear(sizes, definitions, tiles), {}
   else:

@@ -80,6 +80,8 @@ template <class Row> DEVICE void store(char* out, const float* sums, const float
   const u32 low = transposed(pack(d[0], d[1])), high = transposed(pack(d[2], d[3]));
   const u32 other = __shfl_xor_sync(~0u, odd ? low : high, 1);   // neighbours exchange halves: whole sectors
   const uint2 four = odd ? make_uint2(other, high) : make_uint2(low, other);
-  if (r < end) ((uint2*)out)[((size_t)r * N + n16 * 16 + lane % 4 / 2 * 4 + odd * 8) / 4] = four;
+  auto sum = [](u32 a, u32 b) { return ADDS ? pack(number(a, 0) + number(b, 0), number(a, 1) + number(b, 1)) : a; };
+  uint2* const to = (uint2*)out + ((size_t)r * N + n16 * 16 + lane % 4 / 2 * 4 + odd * 8) / 4;
+  if (r < end) *to = make_uint2(sum(four.x, to->x), sum(four.y, to->y));
 }
 #endif

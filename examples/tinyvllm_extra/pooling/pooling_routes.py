@@ -86,7 +86,7 @@ class PoolingServing(Serving):
   async def run(self, body: Body, jobs: Jobs) -> list[RequestOutput]:
     """Run all jobs, max_num_seqs at a time so that they do not fill the queue. Raises InputError, before any job runs,
     if one of them is invalid."""
-    self.check_model(body.model or None)
+    check(not self.check_model(body.model), f"model={body.model!r} is an adapter: use {self.names[0]!r}")
     requests = await asyncio.to_thread(lambda: [
       self.engine.make_request(uuid.uuid4().hex, with_salt(body, x), params, body.priority or 0) for x, params in jobs])
     size = self.engine.config.max_num_seqs

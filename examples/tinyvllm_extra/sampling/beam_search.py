@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from tinyvllm.config import Options, check, option
 from tinyvllm.engine import Engine, Prompt, RequestOutput
-from tinyvllm_extra.options import check_no_lora
+from tinyvllm_extra.options import LoRARequest, with_adapter
 
 from .params import Logprob, SamplingParams
 
@@ -70,19 +70,18 @@ def best_beams(beams: Beams, params: BeamSearchParams, llm: Engine) -> BeamSearc
 
 
 def beam_search(llm: Engine, prompts: Prompt | list[Prompt] | list[str], params: BeamSearchParams,
-                lora_request: None = None, use_tqdm: bool = False, concurrency_limit: int | None = None
+                lora_request: LoRARequest | None = None, use_tqdm: bool = False, concurrency_limit: int | None = None
                 ) -> list[BeamSearchOutput]:
   """Return the most probable continuations of each prompt, in the order of the prompts. prompts: see `LLM.generate`.
   concurrency_limit has no effect: the engine queues the beams. Raises InputError before any prompt runs if one is
   invalid."""
-  check_no_lora(lora_request)
   check(isinstance(params, BeamSearchParams), f"params={params!r} must be BeamSearchParams(...)")
   jobs: list[Prompt] = [*prompts] if isinstance(prompts, list | tuple) else [prompts]
   # Up to half of the best tokens may be end tokens
   step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=min(2 * params.beam_width, llm.model_config.vocab_size))
   searches = [[BeamSearchSequence([])] for _ in jobs]   # the first output provides the prompt's token ids
   while jobs:
-    outputs = iter(llm.generate(jobs, step, use_tqdm))
+    outputs = iter(llm.generate([with_adapter(x, lora_request) for x in jobs], step, use_tqdm))
     searches = [advance(beams, outputs, params, llm) for beams in searches]
     jobs = [{"prompt_token_ids": beam.tokens} for beams in searches for beam in beams if not beam.finish_reason]
   return [best_beams(beams, params, llm) for beams in searches]

@@ -30,6 +30,7 @@ class LogitsPlan(NamedTuple):
   num_adjustments: int
   has_bitmask: bool
   has_all_logprobs: bool = False   # for the whole vocabulary
+  has_adapters: bool = False       # LoRA adapters of some sequences
 
   def words(self, batch: "LogitsBatch | None", num_rows: int) -> np.ndarray:
     """Return a step's int32 words: ADJUSTMENTS, a token bitmask for each row of logits, then for each row the
@@ -82,13 +83,14 @@ class HiddenStatesPlan(LogitsPlan):
     for row, hidden in zip(results.step.rows, *results.logprobs, strict=False): row.seq.logprobs[row.position] = hidden
 
 
-def graph_variants(model: Llama, optional: bool) -> list[tuple[SamplerMode, LogitsPlan | None]]:
+def graph_variants(model: Llama, optional: bool, has_adapters: bool) -> list[tuple[SamplerMode, LogitsPlan | None]]:
   """Return sampler and plan of the graphs to capture at startup; with `optional` the graphs for optional features."""
-  plan = LogitsPlan(model.vocab_size, True, 128, True)
+  plan = LogitsPlan(model.vocab_size, True, 128, True, has_adapters=has_adapters)
   if isinstance(model, Embedder):   # has one kind of step
     return [] if optional else [(SamplerMode.GREEDY, HiddenStatesPlan(plan.vocab_size, True, 0, False))]
   if optional: return [(SamplerMode.RANDOM, None), (SamplerMode.FILTERED, plan)]
-  return [(SamplerMode.GREEDY, None), (SamplerMode.FILTERED, None)]
+  plans = [None, LogitsPlan(model.vocab_size, False, 0, False, has_adapters=True)][:1 + has_adapters]
+  return [(mode, plan) for plan in plans for mode in (SamplerMode.GREEDY, SamplerMode.FILTERED)]
 
 
 class LogitsBatch:

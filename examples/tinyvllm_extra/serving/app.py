@@ -134,6 +134,9 @@ class Server(uvicorn.Server):
     self.options = options
     self.open_engine = functools.partial(async_engine.AsyncLLM, model, options.stream_interval, True,
                                          options.prefix_cache_file, **engine_options)
+    allows_loads = os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "").lower() in ("1", "true")
+    has_keys = options.api_key or os.environ.get("TINYVLLM_API_KEY")
+    self.loads_adapters = engine_options.get("enable_lora") and (has_keys or allows_loads)
     self.serving = PoolingServing(options.served_model_name or [hub.served_name(model)], options)
     protocol.unknown_fields.strict = options.strict_fields
     app: ASGIApp = Gate(self.routes(more or {}), options, self.not_ready)
@@ -163,6 +166,8 @@ class Server(uvicorn.Server):
                        "/ping": self.health}   # vLLM's, Cohere's, SageMaker's
     streams: Routes = {"/generate": serving.generate, "/v1/completions": serving.completions,
                        "/v1/chat/completions": serving.chat, "/v1/responses": self.responses}
+    if self.loads_adapters:
+      posts |= {"/v1/load_lora_adapter": serving.load_adapter, "/v1/unload_lora_adapter": serving.unload_adapter}
     for path, route in streams.items():   # first, as most requests are for them
       app.router.add_api_route(path, route, methods=["POST"], responses=events, route_class_override=BodyRoute)
     app.get("/", response_class=HTMLResponse)(chat_page.chat_page)
@@ -182,9 +187,14 @@ class Server(uvicorn.Server):
     logger.info(f"listening on {self.options.uds or self.address()}; requests get HTTP 503 until the model is ready")
     threading.Thread(target=self.prepare, daemon=True).start()   # daemon: a signal does not wait for it
 
+  def load(self) -> None:
+    """Load the model and the adapters of --lora-modules."""
+    self.serving.llm = self.open_engine()
+    for name, path in self.options.adapters.items(): self.serving.add_adapter(name, path)
+
   def prepare(self) -> None:
     """Load the model, wait until requests can run, and log the URLs."""
-    try: self.serving.llm = self.open_engine()
+    try: self.load()
     except Exception as error:
       self.error = error
       self.should_exit = True

@@ -1,12 +1,12 @@
 """Generation: turns a request body into engine requests, and their outputs into one JSON response or a stream of
 events. A Builder decides the wire format. `Serving.requests` holds all unfinished requests."""
-import asyncio, collections, contextlib, contextvars, functools, time, uuid
+import asyncio, collections, contextlib, contextvars, functools, itertools, pathlib, time, uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from tinyvllm.config import JsonObject, check, check_ids
-from tinyvllm_extra.llm import LLM
+from tinyvllm_extra.llm import LLM, LoRARequest, with_adapter
 from tinyvllm_extra.text.parsers import OutputFormat, find_format
 
 from . import errors, prometheus, protocol, server_config
@@ -26,6 +26,9 @@ class Serving:
     self.llm: AsyncLLM | None = None   # until the model is loaded
     self.requests = set[Request]()   # unfinished
     self.names = model_names   # responses and metrics have the first one
+    # By the name that clients choose, which they may leave out; None: the model itself
+    self.adapters: dict[str | None, LoRARequest | None] = dict.fromkeys([None, "", *model_names])
+    self.adapter_ids = itertools.count(1)
     self.options = options
     self.observer = prometheus.Metrics(model_names[0], self.engine_metrics)
 
@@ -55,15 +58,37 @@ class Serving:
 
   async def load(self) -> dict[str, int]: return {"server_load": len(self.requests)}
   async def models(self) -> JsonObject:
-    return {"object": "list", "data": [await self.model(name) for name in self.names]}
+    return {"object": "list", "data": [await self.model(name) for name in [*self.adapters] if name]}
 
   async def model(self, name: str) -> JsonObject:
-    self.check_model(name)
-    return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "tinyvllm", "root": self.names[0],
-            "parent": None, "max_model_len": self.engine.max_model_len}
+    adapter = self.check_model(name)
+    return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "tinyvllm",
+            "root": adapter.lora_path if adapter else self.names[0], "parent": self.names[0] if adapter else None,
+            "max_model_len": self.engine.max_model_len}
+
+  def add_adapter(self, name: str, path: str) -> None:
+    """Read an adapter that clients choose by its name. Raises InputError or Refusal."""
+    adapter = LoRARequest(name, next(self.adapter_ids), path)
+    self.engine.add_lora(adapter)
+    if self.adapters.setdefault(name, adapter) is adapter: return
+    self.engine.remove_lora(adapter.lora_int_id)
+    raise errors.Refusal(409, f"lora_name={name!r} is in use: unload that one or choose another name", "lora_name")
+
+  def load_adapter(self, body: protocol.LoadAdapterRequest) -> Response:   # not async: runs in another thread
+    if not pathlib.Path(body.lora_path).expanduser().is_dir():
+      raise errors.Refusal(404, f"lora_path={body.lora_path!r} is not a folder of the server: choose one", "lora_path")
+    self.add_adapter(body.lora_name, body.lora_path)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")   # vLLM's text
+
+  async def unload_adapter(self, body: protocol.UnloadAdapterRequest) -> Response:
+    adapter = self.adapters.get(body.lora_name)
+    if not adapter: raise errors.Refusal(404, f"lora_name={body.lora_name!r} is not a loaded adapter", "lora_name")
+    del self.adapters[body.lora_name]
+    self.engine.remove_lora(adapter.lora_int_id)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
   def tokenize(self, body: TokenizeRequest) -> JsonObject:   # not async: FastAPI calls it in another thread
-    self.check_model(body.model or None)
+    self.check_model(body.model)
     engine = self.engine
     chat = body.messages is not None
     check((body.prompt is None) == chat, "prompt: set either prompt or messages")
@@ -73,7 +98,7 @@ class Serving:
             "token_strs": engine.tokenizer.pieces(ids) if body.return_token_strs else None}
 
   def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
-    self.check_model(body.model or None)
+    self.check_model(body.model)
     check_ids(self.engine.model_config.vocab_size, tokens=body.tokens)
     return {"prompt": self.engine.tokenizer.decode(body.tokens, False)}
 
@@ -85,7 +110,6 @@ class Serving:
 
   async def answer(self, body: GenerationRequest, builder_class: Callable[[Job], Builder]) -> Response:
     """Run the requests of a body. Return the builder's response, or a stream of its events."""
-    self.check_model(body.model or None)
     job = await asyncio.to_thread(self.prepare, body)
     self.check_queue(len(job.requests), job.params.n)   # again: other requests may have arrived in the meantime
     builder = builder_class(job)
@@ -99,6 +123,7 @@ class Serving:
 
   def prepare(self, body: GenerationRequest) -> Job:
     """Return the job of a body. May take long: call it in another thread."""
+    adapter = self.check_model(body.model)
     prompts = protocol.encode_prompts(body, self.engine, self.options.trust_request_chat_template)
     ids = prompts[0].get("prompt_token_ids", [])
     escapes = protocol.escapes_of(body, ids, self.output_format, self.engine.tokenizer)
@@ -106,11 +131,15 @@ class Serving:
     params = protocol.sampling_params(body, defaults, escapes)
     self.check_queue(len(prompts), params.n)
     name = uuid.uuid4().hex
-    requests = [self.engine.make_request(f"{name}-{i}", x, params, body.priority or 0) for i, x in enumerate(prompts)]
-    return Job(body, name, self.names[0], params, self.engine.tokenizer, self.output_format, requests)
+    requests = [self.engine.make_request(f"{name}-{i}", with_adapter(x, adapter), params, body.priority or 0)
+                for i, x in enumerate(prompts)]
+    model = adapter.lora_name if adapter else self.names[0]
+    return Job(body, name, model, params, self.engine.tokenizer, self.output_format, requests)
 
-  def check_model(self, name: str | None) -> None:
-    if name not in (None, *self.names): raise errors.Refusal(404, f"The model `{name}` does not exist.", "model")
+  def check_model(self, name: str | None) -> LoRARequest | None:
+    """Return the adapter that a body names as its model, None for the model itself. Raises Refusal."""
+    if name not in self.adapters: raise errors.Refusal(404, f"The model `{name}` does not exist.", "model")
+    return self.adapters[name]
 
   def check_queue(self, num_prompts: int, n: int) -> None:
     """Raise Refusal if `n` samples of each prompt do not fit into the queue now, InputError if they can never fit. Any

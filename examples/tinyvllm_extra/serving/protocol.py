@@ -158,6 +158,10 @@ class TokenizeRequest(Body): ...
 class DetokenizeRequest(Body): tokens: list[int]
 
 
+class UnloadAdapterRequest(Body): lora_name: str
+class LoadAdapterRequest(UnloadAdapterRequest): lora_path: str
+
+
 class ErrorResponse(Body): error: JsonObject
 
 

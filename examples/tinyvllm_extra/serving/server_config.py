@@ -20,6 +20,7 @@ class ServerConfig(Options):
   allowed_origins: list[str] | None = option(None, "Web origins that may call the API, CORS (default: none)")
   strict_fields: bool = option(False, "Refuse unknown request fields with HTTP 400")
   trust_request_chat_template: bool = option(False, "Allow chat_template in requests")
+  lora_modules: list[str] | None = option(None, "Adapters for --enable-lora, as in NAME=FOLDER (default: none)")
   reasoning_parser: str | None = option(None, "Format of reasoning (default: chat template's)", choices=(*REASONING,))
   tool_call_parser: str | None = option(None, "Format of tool calls (default: chat template's)", choices=(*TOOLS,))
   prefix_cache_file: str | None = option(None, "File to load and save the prefix cache (default: none)")
@@ -35,9 +36,13 @@ class ServerConfig(Options):
 
   def __post_init__(self) -> None:
     super().__post_init__()
+    are_valid = all([*self.adapters, *self.adapters.values()]) and len(self.adapters) == len(self.lora_modules or ())
+    check(are_valid, f"lora_modules={self.lora_modules!r} must be words NAME=FOLDER with different names")
     for name, value in self.tls.items():
       check(not value or self.ssl_certfile, f"{name}={value!r} requires ssl_certfile: set that, too")
     check(not self.root_path or self.root_path[0] == "/" != self.root_path[-1],
           f"root_path={self.root_path!r} must start with a slash, and not end with one")
 
+  # The folders of lora_modules by name
+  adapters = property(lambda self: dict(word.partition("=")[::2] for word in self.lora_modules or ()))
   tls = property(lambda self: {name: value for name, value in vars(self).items() if name.startswith("ssl_")})
