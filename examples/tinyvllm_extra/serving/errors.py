@@ -40,7 +40,7 @@ class ErrorJSON(responses.JSONResponse):
     await super().__call__(scope, receive, send)
 
 
-class Refusal(Exception):
+class Refusal(RuntimeError):
   """An error response other than HTTP 400, raised in a route. It has ErrorJSON's arguments."""
 
 
