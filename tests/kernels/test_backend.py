@@ -312,7 +312,7 @@ def test_kernels_of_each_graph_kind_stay_within_device_limits(llm_float32, folde
   llm_float32.generate(tokens([*range(260, 268)]), greedy(1, logprobs=20, prompt_logprobs=20))
   check_all_fields(llm_float32, folder)
   sizes = map(graph_policy.sizes_of, llm_float32.runner.graphs)
-  kinds = {(mode, *map(bool, features)) for _, _, mode, *features, _ in sizes}
+  kinds = {(mode, *map(bool, features)) for _, _, mode, *features, _, _ in sizes}   # without the last two
   assert {(0, False, False, False), (1, False, False, False), (2, False, False, False), (0, True, False, False),
           (0, False, True, False), (0, False, False, True), (2, True, True, True)} <= kinds
   assert limit_violations(llm_float32, llm_float32.backend.memory.largest_tensor()) == []
