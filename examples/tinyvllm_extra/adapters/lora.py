@@ -1,5 +1,5 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685): an adapter adds the product of two narrow matrices to each of a model's
-matrices. Reads PEFT's files. Merges one adapter into the weights while they load, or keeps several beside them: then
+matrices. Reads PEFT's files. Merges one adapter into the weights while they load, or keeps several next to them: then
 each sequence may have its own, as a token may have its expert (S-LoRA, Sheng et al. 2023, arXiv:2311.03285)."""
 import contextvars, functools, pathlib, re, threading, uuid, weakref
 from collections.abc import Callable
@@ -95,12 +95,13 @@ class AdaptedLinear(Module):
     """Take this matrix's A and B from an adapter's, and return them as they are stored. Raises InputError."""
     inner = self.b.in_features
     size, row = self.base.in_features, 0
+    # A, (inner, in), and B, (out, inner)
     whole = np.zeros((inner, size), np.float32), np.zeros((self.base.out_features, inner), np.float32)
     for i, (name, count) in enumerate(self.sources.items()):
       a, b = pairs.pop(name, (np.zeros((0, size)), np.zeros((count, 0))))
-      check(len(a) <= self.rank, f"{name} has rank {len(a)}: raise max_lora_rank={self.rank}")
+      check(len(a) <= self.rank, f"lora_path: {name} has rank {len(a)}: raise max_lora_rank={self.rank}")
       shape = len(b), a.shape[1]
-      check(shape == (count, size), f"{name} is {[*shape]}, but {[count, size]} in the model: choose an adapter of it")
+      check(shape == (count, size), f"lora_path: {name} is {[*shape]}, of another model: it needs {[count, size]}")
       columns, order = slice(i * self.rank, i * self.rank + len(a)), layers.row_order(model.config, name, count)
       whole[0][columns], whole[1][row:row + count, columns] = a, b if order is None else b[order]
       row += count
@@ -153,10 +154,12 @@ class Adapters:
     if adapter in self.loaded: return True
     free = [i for i, x in enumerate(self.loaded) if i and (x is None or x not in used)]
     if free and adapter:
-      self.loaded[free[0]] = adapter
+      loaded = [adapter if i == free[0] else x for i, x in enumerate(self.loaded)]
+      self.loaded[free[0]] = None   # if a copy fails
+      # Whole tensors, as some devices have no parts of buffers
       for i, (tensor, array) in enumerate(zip(self.tensors, adapter.arrays, strict=True)):
-        stacked = np.stack([x.arrays[i] if x else np.zeros_like(array) for x in self.loaded])
-        buffers.copy_to_devices(tensor, stacked)   # whole, as some devices have no parts of buffers
+        buffers.copy_to_devices(tensor, np.stack([x.arrays[i] if x else np.zeros_like(array) for x in loaded]))
+      self.loaded = loaded
     return bool(free)
 
 

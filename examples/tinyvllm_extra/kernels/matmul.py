@@ -30,7 +30,7 @@ class FastLinear(Linear):
   flags: Tensor | None = None   # see products.new_flags
   has_8bit_inputs = False   # linear.c quantizes x to int8
   has_e4m3_inputs = False   # products of at least 64 rows are in e4m3, see wgmma.cu
-  adds = False   # to its output, with row_groups
+  adds = False   # its products to `total`, in place: B of LoRA
 
   def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType, axis: int = 0,
                num_experts: int = 1):
@@ -90,7 +90,7 @@ class FastLinear(Linear):
   def multiply(self, x: Tensor, dtype: DType | None = None, activation: str = "", row_groups: Tensor | None = None,
                count: int = 0, total: Tensor | None = None) -> Tensor:
     """Return the products, or with an activation GateUp's. row_groups: the experts of x, (R, in), see linear_kernel;
-    then return (count, out), each row of x for count / R of them. total: if this layer `adds`, what it adds to."""
+    then return (count, out), each row of x for count / R of them. total: where a layer that `adds` adds them."""
     if self.order is not None: x = x[:, self.order].contiguous()
     tiles = products.choose_tiles(self, x, row_groups)
     num_rows = count or x.max_shape[0] * (tiles.splits if tiles else 1)

@@ -76,7 +76,7 @@ def candidates(layer: "FastLinear", x: Tensor, row_groups: Tensor | None = None)
     blocks = -(-T // x.rows) * num_groups * (N // x.outputs) * x.splits
     return has_memory and fits_rows and N % x.outputs == 0 and (any_blocks or x.min_groups <= blocks <= x.max_groups)
   many, few = [TABLES[f"{rows} {'quantized' if layer.scales else 'floats'}"] for rows in ("many", "few")]
-  short = [Tiles(4, max(1, T // 8), 4, 1, 2, 0)] if row_groups is not None and K <= 64 else []   # of LoRA's B
+  short = [Tiles(4, max(1, T // 8), 4, 1, 2, 0)] if row_groups is not None and K <= 64 else []   # for LoRA's B
   tiles = short + [x._replace(splits=n) for x in many for n in range(1, limit + 1) if limit % n == 0] + few
   first = next(filter(fits, tiles))
   key = f"linear {T} {K} {N} {layer.number_format.bits} {num_groups} {first.splits}"

@@ -32,7 +32,7 @@ class Gate:
   def __init__(self, app: ASGIApp, options: ServerConfig, not_ready: Callable[[], fastapi.Response | None]):
     self.app = app
     self.options = options
-    self.keys = [os.fsencode(key) for key in options.api_key or [os.environ.get("TINYVLLM_API_KEY", "")] if key]
+    self.keys = [*map(os.fsencode, options.keys)]
     self.not_ready = not_ready
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,8 +135,7 @@ class Server(uvicorn.Server):
     self.open_engine = functools.partial(async_engine.AsyncLLM, model, options.stream_interval, True,
                                          options.prefix_cache_file, **engine_options)
     allows_loads = os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "").lower() in ("1", "true")
-    has_keys = options.api_key or os.environ.get("TINYVLLM_API_KEY")
-    self.loads_adapters = engine_options.get("enable_lora") and (has_keys or allows_loads)
+    self.loads_adapters = engine_options.get("enable_lora") and (options.keys or allows_loads)
     self.serving = PoolingServing(options.served_model_name or [hub.served_name(model)], options)
     protocol.unknown_fields.strict = options.strict_fields
     app: ASGIApp = Gate(self.routes(more or {}), options, self.not_ready)

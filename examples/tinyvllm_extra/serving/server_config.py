@@ -1,5 +1,5 @@
 """The server's options."""
-import dataclasses
+import dataclasses, os
 
 from tinyvllm.config import Options, check, option
 from tinyvllm_extra.text.parsers import REASONING, TOOLS
@@ -43,6 +43,7 @@ class ServerConfig(Options):
     check(not self.root_path or self.root_path[0] == "/" != self.root_path[-1],
           f"root_path={self.root_path!r} must start with a slash, and not end with one")
 
+  keys = property(lambda self: [x for x in self.api_key or [os.environ.get("TINYVLLM_API_KEY", "")] if x])   # clients'
   # The folders of lora_modules by name
   adapters = property(lambda self: dict(word.partition("=")[::2] for word in self.lora_modules or ()))
   tls = property(lambda self: {name: value for name, value in vars(self).items() if name.startswith("ssl_")})
