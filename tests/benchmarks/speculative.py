@@ -34,7 +34,7 @@ import common
 from common import LLM, SamplingParams, Watch
 
 from tinyvllm.request import Sequence
-from tinyvllm_extra.sampling.speculation import Drafter, NGramDrafter
+from tinyvllm_extra.sampling.speculation import Drafter
 
 TEXTS = json.loads((Path(__file__).parent / "speculation_tasks.json").read_text())
 STORIES = TEXTS["stories"]   # old: the name that the editing task replaces by new
@@ -170,8 +170,8 @@ def wrong_drafts(k: int, vocabulary: int) -> Iterator[None]:
   def propose(drafter, tokens: list[int], n: int) -> list[int]: return [rng.randrange(3, vocabulary) for _ in range(n)]
   with (patch.object(Drafter, "rate", property(lambda drafter: 0.99, lambda drafter, value: None), create=True),
         patch("tinyvllm_extra.sampling.speculation.step_time", lambda tokens: 1),   # k drafts are always worthwhile
-        patch.object(NGramDrafter, "needs_sync", needs_sync),
-        patch.object(NGramDrafter, "propose", propose)): yield
+        patch.object(Drafter, "needs_sync", needs_sync),
+        patch.object(Drafter, "propose", propose)): yield
 
 
 class Decoding:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tinyvllm_extra.sampling.speculation import Drafter, NGramDrafter
+from tinyvllm_extra.sampling.speculation import Drafter
 
 from .data import read_data
 from .engines import assert_same_outputs, greedy
@@ -56,12 +56,12 @@ STYLES = {"right": lambda rng, right: right, "wrong": lambda rng, right: [other_
 
 
 class Oracle:
-  """Replaces NGramDrafter's lookup with known outputs. style: how the drafts differ from the right ones. patience: the
+  """Replaces Drafter's lookup with known outputs. style: how the drafts differ from the right ones. patience: the
   probability that a step waits for the one in flight. model: the fake model, if any."""
   def __init__(self, monkeypatch, style="right", seed=0, patience=1.0, model=None):
     self.texts, self.style, self.rng, self.requested_sizes, self.model = [], style, random.Random(seed), [], model
-    monkeypatch.setattr(NGramDrafter, "propose", lambda drafter, ids, n: self.propose(list(ids), n))
-    monkeypatch.setattr(NGramDrafter, "needs_sync", lambda drafter, seq: bool(seq.draft_token_ids) or (
+    monkeypatch.setattr(Drafter, "propose", lambda drafter, ids, n: self.propose(list(ids), n))
+    monkeypatch.setattr(Drafter, "needs_sync", lambda drafter, seq: bool(seq.draft_token_ids) or (
       drafter.rate > 0.1 and self.rng.random() < patience))
 
   def propose(self, ids, n):

@@ -12,8 +12,8 @@ from helpers.servers import LocalServer
 from helpers.speculation import NGRAM
 from helpers.tokenizers import byte_level_bpe
 
-from tinyvllm import LLM, SamplingParams
-from tinyvllm_extra.sampling.speculation import NGramDrafter, SpeculativeConfig
+from tinyvllm import LLM
+from tinyvllm_extra.sampling.speculation import Drafter, SpeculativeConfig
 from tinyvllm_extra.serving.prometheus import draft_statistics
 
 @pytest.mark.parametrize("config, message", read_data("invalid_speculation.json"), ids=str)
@@ -74,7 +74,7 @@ def test_ngram_drafter_equals_naive_lookup(longest, shortest):
   rng, num_hits, num_misses = random.Random(longest), 0, 0
   config = SpeculativeConfig(**NGRAM | {"prompt_lookup_max": longest, "prompt_lookup_min": shortest})
   for _ in range(150):
-    drafter, letters, ids = NGramDrafter(config, SamplingParams()), rng.choice([1, 2, 3, 5, 12]), []
+    drafter, letters, ids = Drafter(config), rng.choice([1, 2, 3, 5, 12]), []
     for _ in range(rng.randrange(2, 12)):
       ids += [rng.randrange(letters) for _ in range(rng.randrange(1, 6))]   # several per call, as with accepted drafts
       n = rng.randrange(9)
@@ -103,7 +103,7 @@ class CountingList(list):
 
 
 def test_ngram_drafter_reads_only_new_tokens():
-  rng, ids, drafter = random.Random(0), CountingList(), NGramDrafter(SpeculativeConfig(**NGRAM), SamplingParams())
+  rng, ids, drafter = random.Random(0), CountingList(), Drafter(SpeculativeConfig(**NGRAM))
   for num_new in (8000, *[3] * 20):
     ids += [rng.randrange(20) for _ in range(num_new)]
     ids.num_read = 0

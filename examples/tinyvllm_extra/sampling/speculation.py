@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tinygrad import dtypes
 
-from tinyvllm import backend, llama, request
+from tinyvllm import backend, llama
 from tinyvllm.config import InputError, JsonObject, Options, check, logger, option
 from tinyvllm.engine import Engine, LoadedModel
 from tinyvllm.request import Sequence
@@ -47,45 +47,31 @@ DRAFT_ROWS = 64       # maximum rows of logits in a step with draft tokens
 
 
 class Drafter:
-  """Drafts for a sequence. The proposer updates its acceptance rate, which limits the number of draft tokens. This
-  class returns placeholders for a draft model's tokens."""
-  def __init__(self, config: SpeculativeConfig, params: request.SamplingParams):
-    self.params = copy.copy(params)   # the draft model's, without log probabilities
-    vars(self.params).update(logprobs=None, prompt_logprobs=None)
-    self.max_draft_tokens = config.num_speculative_tokens or 0   # by now not None
+  """Drafts for a sequence by prompt lookup: the tokens that followed the last occurrence of the longest n-gram at its
+  end. The proposer updates its acceptance rate, which limits the number of draft tokens."""
+  def __init__(self, config: SpeculativeConfig):
+    self.config = config
     self.rate = INITIAL_RATE
-
-  def num_to_draft(self) -> int: return self.max_draft_tokens if self.rate > 0.1 else 0
-  def needs_sync(self, seq: Sequence) -> bool: return True
-
-  def propose(self, tokens: list[int], n: int) -> list[int]:
-    """Return up to n draft tokens; here zeros, which the draft model replaces."""
-    return [0] * n
-
-
-class NGramDrafter(Drafter):
-  """Prompt lookup: drafts the tokens that followed the last occurrence of the longest n-gram at the sequence's end."""
-  def __init__(self, config: SpeculativeConfig, params: request.SamplingParams):
-    super().__init__(config, params)
-    self.sizes = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
     self.positions: dict[tuple[int, ...], int] = {}   # n-gram -> position after its last occurrence
     self.num_indexed = 0
 
-  def find_continuation(self, tokens: list[int]) -> int | None:
-    """Return the position after the last occurrence of the longest n-gram at the end of `tokens`, or None. `tokens` may
-    only grow between calls."""
-    for position in range(self.num_indexed, len(tokens)):
-      for size in self.sizes: self.positions[tuple(tokens[max(0, position - size):position])] = position
-    self.num_indexed = len(tokens)
-    ngrams = (tuple(tokens[-size:]) for size in self.sizes)
-    return next((self.positions[ngram] for ngram in ngrams if ngram in self.positions), None)
+  def num_to_draft(self) -> int: return self.config.num_speculative_tokens or 0 if self.rate > 0.1 else 0
 
   def needs_sync(self, seq: Sequence) -> bool:
-    return bool(seq.draft_token_ids) or self.num_to_draft() > 0 and self.find_continuation(seq.tokens) is not None
+    has_model = self.config.method != "ngram"   # its KV cache needs every token
+    return bool(has_model or seq.draft_token_ids or self.propose(seq.tokens, min(1, self.num_to_draft())))
 
   def propose(self, tokens: list[int], n: int) -> list[int]:
-    position = self.find_continuation(tokens) if n else None
-    return [] if position is None else (tokens[position:position + n] * n)[:n]   # a shorter continuation is repeated
+    """Return up to n draft tokens; zeros if there is a draft model, which replaces them. `tokens` may only grow between
+    calls."""
+    if self.config.method != "ngram" or not n: return [0] * n
+    sizes = range(self.config.prompt_lookup_max, self.config.prompt_lookup_min - 1, -1)
+    for position in range(self.num_indexed, len(tokens)):
+      for size in sizes: self.positions[tuple(tokens[max(0, position - size):position])] = position
+    self.num_indexed = len(tokens)
+    ngrams = (tuple(tokens[-size:]) for size in sizes)
+    position = next((self.positions[ngram] for ngram in ngrams if ngram in self.positions), len(tokens))
+    return (tokens[position:position + n] * n)[:n]   # a shorter continuation is repeated
 
 
 def step_time(num_tokens: int) -> float:
@@ -118,8 +104,7 @@ class SpeculativeProposer:
     self.num_accepted_per_pos = [0] * (config.num_speculative_tokens or 0)   # by index of the draft token
 
   def drafter(self, seq: Sequence) -> Drafter:
-    drafter_class = NGramDrafter if self.config.model is None else Drafter
-    if seq not in self.drafters: self.drafters[seq] = drafter_class(self.config, seq.params)
+    if seq not in self.drafters: self.drafters[seq] = Drafter(self.config)
     return self.drafters[seq]
 
   def needs_sync(self, seq: Sequence) -> bool: return self.drafter(seq).needs_sync(seq)
@@ -140,8 +125,9 @@ class SpeculativeProposer:
     noise."""
     clones = {seq: copy.copy(seq) for seq in batch}   # with the draft tokens so far appended
     for seq, clone in clones.items():   # the processors of the others may depend on the output
-      vars(clone).update(tokens=[*seq.tokens], draft_token_ids=[], params=self.drafter(seq).params,
+      vars(clone).update(tokens=[*seq.tokens], draft_token_ids=[], params=copy.copy(seq.params),
                          processor=seq.processor if seq.draft_token_ids else None)
+      vars(clone.params).update(logprobs=None, prompt_logprobs=None)
     draft_batch = {clones[seq]: n - len(seq.draft_token_ids) for seq, n in batch.items()}
     while draft_batch:
       results = runner.launch(build_step(draft_batch, runner))()
