@@ -12,7 +12,7 @@ from .adapters import lora
 from .cache import prefix_cache, snapshots
 from .formats import architecture, hub
 from .kernels import drivers, parallel
-from .options import SAMPLING_DEFAULTS, LLMConfig, LoRARequest, document, setup_logging, takes, with_adapter
+from .options import SAMPLING_DEFAULTS, LLMConfig, LoRARequest, add_fields, document, setup_logging, takes
 from .pooling import embeddings
 from .sampling import beam_search, logits, speculation
 from .sampling.params import SamplingParams
@@ -188,7 +188,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     jobs = [*prompts] if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
     adapters = lora_request if isinstance(lora_request, Sequence) else [lora_request] * len(jobs)
     check(len(adapters) == len(jobs), f"lora_request: {len(adapters)} for {len(jobs)} prompts: use 1 or one each")
-    jobs = [*map(with_adapter, jobs, adapters)]
+    jobs = [add_fields(x, lora_request=y) for x, y in zip(jobs, adapters, strict=True)]
     params = [*sampling_params] if isinstance(sampling_params, Sequence) else sampling_params
     check(not isinstance(priority, list) or len(priority) == len(jobs), f"{priority=} must have length {len(jobs)}")
     return super().generate(jobs, params, use_tqdm, priority or 0)

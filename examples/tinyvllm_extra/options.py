@@ -64,10 +64,10 @@ class LoRARequest(Options):
   lora_path: str
 
 
-def with_adapter(prompt: str | JsonObject, lora_request: LoRARequest | None) -> str | JsonObject:
-  """Return a prompt for make_request, with its adapter."""
-  if lora_request is None: return prompt
-  return {**(prompt if isinstance(prompt, dict) else {"prompt": prompt}), "lora_request": lora_request}
+def add_fields(prompt: str | JsonObject, **fields: object) -> str | JsonObject:
+  """Return a prompt for make_request with further fields of it, except those that are None."""
+  fields = {name: x for name, x in fields.items() if x is not None}
+  return {**(prompt if isinstance(prompt, dict) else {"prompt": prompt}), **fields} if fields else prompt
 
 
 def check_one_device(count: int, why: str) -> None:

@@ -128,7 +128,7 @@ def test_forced_call_with_deep_schema_is_400(server, opening, closing, depth):
 def test_call_is_possible_beside_response_format(server):
   def openings(**fields):
     body = ChatCompletionRequest(messages=[USER], tools=TOOLS[1:], response_format={"type": "json_object"}, **fields)
-    return {*escapes_of(body, [5], find_format("", None, "hermes"), server.llm.tokenizer)["escapes"]}
+    return {*escapes_of(body, find_format("", None, "hermes"), server.llm.tokenizer.decode([5]))["escapes"]}
   assert openings() == {"<tool_call>", "<function="} and not openings(tool_choice="none")
 
 

@@ -8,8 +8,8 @@ from fastapi.responses import Response
 from tinyvllm import RequestOutput
 from tinyvllm.config import JsonObject, check, check_ids
 from tinyvllm_extra.serving.errors import Refusal
-from tinyvllm_extra.serving.generation import Serving
-from tinyvllm_extra.serving.protocol import Body, Int, Prompts, with_fields, with_salt
+from tinyvllm_extra.serving.generation import Serving, add_fields
+from tinyvllm_extra.serving.protocol import Body, Int, Prompts, with_fields
 
 from .embeddings import INSTRUCTION, Jobs, PoolingParams, PoolingRequestOutput, embedding_of, pairs, scoring
 
@@ -87,8 +87,8 @@ class PoolingServing(Serving):
     """Run all jobs, max_num_seqs at a time so that they do not fill the queue. Raises InputError, before any job runs,
     if one of them is invalid."""
     check(not self.check_model(body.model), f"model={body.model!r} is an adapter: use {self.names[0]!r}")
-    requests = await asyncio.to_thread(lambda: [
-      self.engine.make_request(uuid.uuid4().hex, with_salt(body, x), params, body.priority or 0) for x, params in jobs])
+    requests = await asyncio.to_thread(lambda: [self.engine.make_request(
+      uuid.uuid4().hex, add_fields(x, cache_salt=body.cache_salt), params, body.priority or 0) for x, params in jobs])
     size = self.engine.config.max_num_seqs
     self.check_queue(min(size, len(requests)), 1)
     for start in range(0, len(requests), size):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from tinyvllm.config import Options, check, option
 from tinyvllm.engine import Engine, Prompt, RequestOutput
-from tinyvllm_extra.options import LoRARequest, with_adapter
+from tinyvllm_extra.options import LoRARequest, add_fields
 
 from .params import Logprob, SamplingParams
 
@@ -81,7 +81,7 @@ def beam_search(llm: Engine, prompts: Prompt | list[Prompt] | list[str], params:
   step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=min(2 * params.beam_width, llm.model_config.vocab_size))
   searches = [[BeamSearchSequence([])] for _ in jobs]   # the first output provides the prompt's token ids
   while jobs:
-    outputs = iter(llm.generate([with_adapter(x, lora_request) for x in jobs], step, use_tqdm))
+    outputs = iter(llm.generate([add_fields(x, lora_request=lora_request) for x in jobs], step, use_tqdm))
     searches = [advance(beams, outputs, params, llm) for beams in searches]
     jobs = [{"prompt_token_ids": beam.tokens} for beams in searches for beam in beams if not beam.finish_reason]
   return [best_beams(beams, params, llm) for beams in searches]

@@ -1,6 +1,6 @@
 """/v1/responses and /v1/messages, the protocols of coding agents. Both translate their body into a chat, and answer
 with a list of blocks of text, reasoning or tool calls."""
-import itertools, pathlib, re
+import pathlib, re
 from typing import Literal
 
 import pydantic
@@ -222,13 +222,9 @@ class ResponsesBuilder(answers.BlockBuilder):
 
   def __init__(self, source: ResponsesRequest, job: answers.Job):
     super().__init__(job)
-    self.event_numbers = itertools.count()
     fields = TABLES["echo"] | source.model_dump(by_alias=True, exclude_unset=True, include={*TABLES["echo"]})
     fields["tools"] = [tool.model_dump(exclude_unset=True) for tool in functions_of(source)]
     self.echo = {f"${name}": x for name, x in fields.items()}
-
-  def event(self, content: JsonObject) -> bytes:
-    return super().event({"type": content["type"], "sequence_number": next(self.event_numbers), **content})
 
   def values(self) -> JsonObject:
     is_cut = self.is_cut and not self.error

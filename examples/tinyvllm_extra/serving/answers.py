@@ -12,7 +12,7 @@ from tinyvllm_extra.text import chat_template, huggingface, tools
 from tinyvllm_extra.text.parsers import OutputFormat, Parser
 
 from .errors import internal_error
-from .protocol import ChatCompletionRequest, GenerationRequest, StreamOptions, prompt_end, tools_of
+from .protocol import ChatCompletionRequest, GenerationRequest, StreamOptions, tools_of
 
 
 def num_tokens(requests: list[engine.Request]) -> tuple[int, int]:
@@ -35,6 +35,7 @@ class Job:
   params: SamplingParams
   tokenizer: huggingface.ChatTokenizer
   output_format: OutputFormat
+  prompt_end: str   # of a chat, see Parser
   requests: list[engine.Request]   # one for each prompt
 
   def __post_init__(self) -> None: self.created = int(time.time())
@@ -44,12 +45,11 @@ class Job:
     return {**usage_of(*num_tokens(self.requests)), "prompt_tokens_details": {"cached_tokens": cached}}
 
   def parsers(self) -> list[Parser]:
-    """Return the parser of each sample's text. Call it before the requests run."""
+    """Return the parser of each sample's text."""
     functions = tools.callable_functions(tools_of(self.body), self.body.tool_choice)
-    end = prompt_end(self.requests[0].sequences[0].tokens, self.tokenizer)
     parallel = self.body.parallel_tool_calls is not False
     is_forced = tools.requires_call(self.body.tool_choice)
-    return [Parser(self.output_format, functions, end, is_forced, parallel) for _ in range(self.params.n)]
+    return [Parser(self.output_format, functions, self.prompt_end, is_forced, parallel) for _ in range(self.params.n)]
 
 
 class Token(NamedTuple):
@@ -199,7 +199,6 @@ class ChatBuilder(ChoicesBuilder):
   def __init__(self, job: Job):
     super().__init__(job)
     self.parsers = job.parsers()   # by choice
-    self.num_calls = collections.Counter[int]()   # by choice
     last = self.body.messages[-1]
     # The answer continues the last message if the template does not start a new one
     is_new = self.body.add_generation_prompt is not False and not self.body.continue_final_message
@@ -219,19 +218,19 @@ class ChatBuilder(ChoicesBuilder):
     tokens = self.tokens(index, completion.logprobs or [])
     logprobs = None if completion.logprobs is None else {"content": [*map(self.logprobs, tokens)]}
     choice = self.choice_fields(index, completion, **self.content(index, completion), logprobs=logprobs)
-    if completion.finish_reason == "stop" and self.num_calls[index]: choice["finish_reason"] = "tool_calls"
+    if completion.finish_reason == "stop" and self.parsers[index].num_calls: choice["finish_reason"] = "tool_calls"
     return choice
 
   def content(self, index: int, completion: CompletionOutput) -> JsonObject:
     """Return the field of a choice object that holds its new text and calls."""
+    first_call = self.parsers[index].num_calls
     events = self.parsers[index].feed(completion.text, bool(completion.finish_reason))
     texts = {kind: [text for x, text in events if x == kind] for kind in ("content", "reasoning", "call", "arguments")}
     content, reasoning = "".join(texts["content"]), "".join(texts["reasoning"])
     calls: list[JsonObject] = [   # a call and its arguments arrive together
       {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": {"name": name, "arguments": arguments}}
       for name, arguments in zip(texts["call"], texts["arguments"], strict=True)]
-    if self.body.stream: calls = [{"index": i, **call} for i, call in enumerate(calls, self.num_calls[index])]
-    self.num_calls[index] += len(calls)
+    if self.body.stream: calls = [{"index": i, **call} for i, call in enumerate(calls, first_call)]
     fields: JsonObject = {"reasoning_content": reasoning, "reasoning": reasoning}
     if not reasoning or self.body.include_reasoning is False: fields = {}
     if calls: fields["tool_calls"] = calls
@@ -269,6 +268,7 @@ class BlockBuilder:
   def __init__(self, job: Job):
     self.job = job
     self.parser, = job.parsers()
+    self.event_numbers = itertools.count()
     self.blocks: list[JsonObject] = []   # values by name; of a call, $text is its arguments
     self.end: CompletionOutput | None = None   # the last output
     self.error: JsonObject | None = None   # in OpenAI's format
@@ -309,7 +309,8 @@ class BlockBuilder:
   def write(self, step: str, block: JsonObject, delta: str = "") -> bytes:
     """Return the events of a block or of the answer: its opening, a delta or its closing."""
     values = {**block, "$delta": delta, "$whole": {} if step == "delta" else self.whole(block)}
-    return b"".join(map(self.event, fill(self.templates[block["$kind"]][step], values)))
+    templates = self.templates[block["$kind"]][step]
+    return b"".join(event(fill(x, {**values, "$number": next(self.event_numbers)})) for x in templates)
 
   def values(self) -> JsonObject:
     """Return the values of the answer so far."""
@@ -320,7 +321,6 @@ class BlockBuilder:
             "$uncached": num_prompt - num_cached, "$output": num_generated if self.end else 0,
             "$total": num_prompt + num_generated}
 
-  def event(self, content: JsonObject) -> bytes: return event(content)
   def first_events(self, output: RequestOutput) -> bytes: return self.write("opening", self.values())
 
   def last_events(self, error: Exception | None = None) -> bytes:

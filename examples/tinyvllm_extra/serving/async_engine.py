@@ -13,7 +13,7 @@ from tinyvllm.config import logger, option
 from tinyvllm.engine import Params, Prompt, Request, RequestOutput
 from tinyvllm_extra.kernels.cpu import CAPTURES
 from tinyvllm_extra.llm import LLM, LLMArguments
-from tinyvllm_extra.options import LoRARequest, takes, with_adapter
+from tinyvllm_extra.options import LoRARequest, add_fields, takes
 
 Delta = RequestOutput | Exception      # a request's new text and tokens, or the error that ended it
 IndexedOutput = tuple[int, RequestOutput]   # index of the request, its new text and tokens
@@ -221,7 +221,7 @@ class AsyncLLM:
                      priority: int = 0, lora_request: LoRARequest | None = None) -> AsyncGenerator[RequestOutput, None]:
     """Complete one prompt; yield new text and tokens as they arrive. Closing the generator or cancelling its task
     aborts the request. Raises InputError for an invalid request, StepError if one of its steps fails."""
-    prompt, name = with_adapter(prompt, lora_request), request_id or uuid.uuid4().hex
+    prompt, name = add_fields(prompt, lora_request=lora_request), request_id or uuid.uuid4().hex
     request = await asyncio.to_thread(self.llm.make_request, name, prompt, params, priority)
     async with contextlib.aclosing(self.stream([request])) as stream:
       async for outputs in stream:

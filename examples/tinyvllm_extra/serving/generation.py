@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from tinyvllm.config import JsonObject, check, check_ids
-from tinyvllm_extra.llm import LLM, LoRARequest, with_adapter
+from tinyvllm_extra.llm import LLM, LoRARequest, add_fields
 from tinyvllm_extra.text.parsers import OutputFormat, find_format
 
 from . import errors, prometheus, protocol, server_config
@@ -125,16 +125,17 @@ class Serving:
     """Return the job of a body. May take long: call it in another thread."""
     adapter = self.check_model(body.model)
     prompts = protocol.encode_prompts(body, self.engine, self.options.trust_request_chat_template)
-    ids = prompts[0].get("prompt_token_ids", [])
-    escapes = protocol.escapes_of(body, ids, self.output_format, self.engine.tokenizer)
-    defaults = self.chat_defaults if isinstance(body, ChatCompletionRequest) else self.engine.sampling_defaults
+    is_chat = isinstance(body, ChatCompletionRequest)
+    prompt_end = self.engine.tokenizer.decode(prompts[0]["prompt_token_ids"][-16:], False) if is_chat else ""
+    escapes = protocol.escapes_of(body, self.output_format, prompt_end) if is_chat else {}
+    defaults = self.chat_defaults if is_chat else self.engine.sampling_defaults
     params = protocol.sampling_params(body, defaults, escapes)
     self.check_queue(len(prompts), params.n)
     name = uuid.uuid4().hex
-    requests = [self.engine.make_request(f"{name}-{i}", with_adapter(x, adapter), params, body.priority or 0)
-                for i, x in enumerate(prompts)]
+    extended = [add_fields(x, cache_salt=body.cache_salt, lora_request=adapter) for x in prompts]
+    requests = [self.engine.make_request(f"{name}-{i}", x, params, body.priority or 0) for i, x in enumerate(extended)]
     model = adapter.lora_name if adapter else self.names[0]
-    return Job(body, name, model, params, self.engine.tokenizer, self.output_format, requests)
+    return Job(body, name, model, params, self.engine.tokenizer, self.output_format, prompt_end, requests)
 
   def check_model(self, name: str | None) -> LoRARequest | None:
     """Return the adapter that a body names as its model, None for the model itself. Raises Refusal."""

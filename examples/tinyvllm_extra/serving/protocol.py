@@ -9,7 +9,6 @@ import pydantic
 
 from tinyvllm import SamplingParams
 from tinyvllm.config import JsonObject, check, logger, read_json
-from tinyvllm.engine import Prompt
 from tinyvllm_extra.llm import LLM
 from tinyvllm_extra.text import huggingface, parsers, tools
 
@@ -232,19 +231,14 @@ def format_constraint(form: ResponseFormat | None) -> JsonObject | None:
   return {"json": form.json_schema.schema_} if form.json_schema else {"json_object": True}
 
 
-def escapes_of(body: GenerationRequest, ids: list[int], output_format: parsers.OutputFormat,
-               tokenizer: huggingface.ChatTokenizer) -> dict[str, object]:
+def escapes_of(body: Body, output_format: parsers.OutputFormat, prompt_end: str) -> dict[str, object]:
   """Return the fields of StructuredOutputsParams for text before a chat's format: reasoning that the prompt opened;
-  with response_format or tools also reasoning that the model opens, and calls, which it may make instead. ids:
-  the prompt's."""
-  if not isinstance(body, ChatCompletionRequest): return {}
-  opened = output_format.opened_by(prompt_end(ids, tokenizer))
+  with response_format or tools also reasoning that the model opens, and calls, which it may make instead. prompt_end:
+  see Parser."""
+  opened = output_format.opened_by(prompt_end)
   has_tools = bool(tools_of(body)) and not tools.requires_call(body.tool_choice)
   escapes = output_format.escapes(has_tools) if body.structured_outputs is None else {}
   return {"escapes": escapes, "opened": opened.closings if opened else ()}
-
-
-def prompt_end(ids: list[int], tokenizer: huggingface.ChatTokenizer) -> str: return tokenizer.decode(ids[-16:], False)
 
 
 def encode_prompts(body: GenerationRequest, engine: LLM, trusts_template: bool) -> list[JsonObject]:
@@ -261,22 +255,16 @@ def encode_prompts(body: GenerationRequest, engine: LLM, trusts_template: bool) 
   if limit == -1: limit = max(1, engine.max_model_len - max(1, num_output))
   def kept(size: int) -> slice: return slice(size) if body.truncation_side == "right" else slice(-size, None)
 
-  def encode(prompt: str | list[int]) -> Prompt:
+  def encode(prompt: str | list[int]) -> JsonObject:
     if isinstance(prompt, list): ids = prompt
-    elif limit is None and is_plain: return prompt
+    elif limit is None and is_plain: return {"prompt": prompt}
     else:
       text = prompt[kept(int(min(engine.tokenizer.max_characters, UNLIMITED)))] if limit else prompt
       ids = engine.tokenizer.encode(text, has_special)
-      if is_plain and len(ids) <= limit and text == prompt: return prompt
+      if is_plain and len(ids) <= limit and text == prompt: return {"prompt": prompt}
     return {"prompt_token_ids": ids[kept(limit or UNLIMITED)]}
 
-  return [with_salt(body, encode(prompt)) for prompt in prompts]
-
-
-def with_salt(body: Body, prompt: Prompt) -> JsonObject:
-  """Return a prompt that shares cached blocks only with prompts of the body's cache_salt."""
-  salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
-  return {**({"prompt": prompt} if isinstance(prompt, str) else prompt), **salt}
+  return [encode(prompt) for prompt in prompts]
 
 
 def chat_text(body: Body, tokenizer: huggingface.ChatTokenizer, trusts_template: bool) -> str:
