@@ -30,8 +30,8 @@ from tinyvllm_extra.cache import snapshots
 from tinyvllm_extra.formats import fit
 from tinyvllm_extra.formats.architecture import choose_model, text_config
 from tinyvllm_extra.models import MODELS as MODEL_CLASSES, find_model
+from tinyvllm_extra.models.layers import scaled_rope_table
 from tinyvllm_extra.models.recurrent import POSITION, SLOT, delta_kernel
-from tinyvllm_extra.models.ropes import scaled_rope_table
 from tinyvllm_extra.sampling import speculation
 
 CONFIGS = read_data("model_configs.json")

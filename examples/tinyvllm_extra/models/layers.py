@@ -1,5 +1,6 @@
-"""LLaMA with options: where its norms are, how it attends, rotates and scales. table.py has each architecture's."""
-import dataclasses, functools, re
+"""LLaMA with options: where its norms are, how it attends, rotates and scales, also with methods of scaling RoPE that
+the core lacks. table.py has each architecture's."""
+import dataclasses, functools, math, re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -9,10 +10,8 @@ from tinygrad.dtype import DType
 
 from tinyvllm.backend import Backend, Devices, Linear, Module, Norm
 from tinyvllm.config import JsonObject, ModelConfig, check
-from tinyvllm.llama import Layer, Llama
+from tinyvllm.llama import Layer, Llama, rope_table
 from tinyvllm_extra.options import check_one_device
-
-from .ropes import scaled_rope_table
 
 L = TypeVar("L", bound=Linear)
 
@@ -173,6 +172,45 @@ class VariantLayer(Layer):
     x, h = add(self.before_attention, x, delta)
     x, h = add(self.before_mlp, x, scaled(self.after_attention, self.attention(h, cache, ropes, tokens, block_tables)))
     return x, scaled(self.after_mlp, self.mlp(h))
+
+
+def scaled_rope_table(config: ModelConfig, rope: JsonObject, length: int) -> Tensor:
+  """Return cosines and sines, (length, 2, D / 2), of a model with at most `length` tokens. rope: rope_parameters of
+  config.json. The last dimensions of each half are plain if a part of a head rotates."""
+  scale = 1.0
+  size = int(config.head_dim * rope.get("partial_rotary_factor", 1))
+  if rope["rope_type"] in SCALINGS:
+    factors, scale = SCALINGS[rope["rope_type"]](rope, size // 2, length)
+    if rope.get("attention_factor") is not None: scale = rope["attention_factor"]
+    rope = {**rope, "rope_type": "factors", "factors": factors}
+  config_of_part = dataclasses.replace(config, head_dim=size, rope_theta=rope["rope_theta"], rope_scaling=rope)
+  cos, sin = (rope_table(config_of_part, length) * scale).chunk(2, 1)   # (length, 1, size / 2) each
+  plain = None, None, (0, (config.head_dim - size) // 2)
+  return cos.pad(plain, value=1.0).cat(sin.pad(plain), dim=1).contiguous()
+
+
+def yarn(rope: JsonObject, count: int, length: int) -> tuple[np.ndarray, float]:
+  """Peng et al. 2023: divide frequencies with few rotations by factor, and scale q and k."""
+  factor, original = rope["factor"], rope["original_max_position_embeddings"]
+  def dimension(rotations: float) -> float:   # with this many rotations over the original length
+    return count * math.log(original / (rotations * 2 * math.pi)) / math.log(rope["rope_theta"])
+  def mscale(m: float) -> float: return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1
+  low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
+  if rope.get("truncate", True): low, high = math.floor(low), math.ceil(high)
+  low, high = max(low, 0), min(high, 2 * count - 1)
+  ramp = np.clip((np.arange(count) - low) / (high - low or 0.001), 0, 1)
+  scales = [rope.get(name, 0) for name in ("mscale", "mscale_all_dim")]
+  return 1 / (ramp / factor + 1 - ramp), mscale(scales[0]) / mscale(scales[1]) if all(scales) else mscale(1)
+
+
+def longrope(rope: JsonObject, count: int, length: int) -> tuple[np.ndarray, float]:
+  """Ding et al. 2024: factors for each frequency, others if the model may see more than its original length."""
+  original = rope["original_max_position_embeddings"]
+  scale = math.sqrt(1 + math.log(rope["factor"]) / math.log(original)) if rope["factor"] > 1 else 1.0
+  return np.array(rope["long_factor" if length > original else "short_factor"]), scale
+
+
+SCALINGS = {"yarn": yarn, "longrope": longrope}
 
 
 class LlamaVariant(Llama):

@@ -3,19 +3,34 @@ equal row. A row has defaults of config.json's fields, fields whose values are o
 supported values of fields, parts of tensors' names with the modules' names, names of the functions below that compute
 further options, and paths of classes in this package: the layers' (layer_kinds has each layer's index into them, 0 by
 default) and the model's."""
-import pathlib, pkgutil
+import math, pathlib, pkgutil
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tinyvllm.config import JsonObject, ModelConfig, check, read_json
+from tinyvllm.config import SUPPORTED, JsonObject, ModelConfig, check, read_json
 from tinyvllm.llama import Llama
 
-from .layers import VariantConfig
-from .ropes import NO_ROTATION, ROPE_TYPES, read_rope
+from .layers import SCALINGS, VariantConfig
 
 TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
 MODELS = {"LlamaForCausalLM", *TABLES}
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}   # a method of Tensor, whose gelu is the tanh approximation
+NO_ROTATION: JsonObject = {"rope_type": "factors", "factors": math.inf, "rope_theta": 1.0}
+ROPE_TYPES = (*SUPPORTED["rope_type"], *SCALINGS)
+
+
+def read_rope(hf: JsonObject) -> JsonObject:
+  """Return config.json's parameters of RoPE as transformers 5 writes them, with all that its type needs."""
+  rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+  length = hf.get("original_max_position_embeddings") or hf.get("max_position_embeddings")   # Phi-3 has the former
+  rope_type = rope.get("rope_type") or rope.get("type") or "default"
+  values = {"rope_theta": hf.get("rope_theta") or 10000.0, "partial_rotary_factor": hf.get("partial_rotary_factor", 1),
+            "original_max_position_embeddings": length, **rope,
+            "rope_type": "longrope" if rope_type == "su" else rope_type}
+  if "original_max_position_embeddings" in hf: values["original_max_position_embeddings"] = length   # has priority
+  if values.get("factor") is None:
+    values["factor"] = hf.get("max_position_embeddings", 1) / (values["original_max_position_embeddings"] or 1)
+  return values
 
 
 def windows(hf: JsonObject, default: Callable[[int], bool] = lambda i: True) -> JsonObject:
