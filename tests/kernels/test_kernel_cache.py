@@ -12,7 +12,7 @@ from tinygrad.uop.ops import KernelInfo, Ops
 
 from tinyvllm import LLM, SamplingParams, backend
 from tinyvllm_extra import programs
-from tinyvllm_extra.kernels import FastBackend, kernel_cache as kernels, layer_calls as traced_layers
+from tinyvllm_extra.kernels import FastBackend, fast_backend, kernel_cache as kernels
 
 CLANG = "clang", 1, 2   # a compiler: its name, file size and modification time
 
@@ -81,7 +81,7 @@ def test_kernel_folder_on_full_disk_writes_nothing(lowered, monkeypatch, tmp_pat
 
 def test_run_layers_traces_equal_layers_once(words_folder, monkeypatch):
   num_traces = Counter()
-  call_layer = traced_layers.call_layer
+  call_layer = fast_backend.call_layer
   trace = call_layer.fxn
   monkeypatch.setattr(call_layer, "fxn", lambda layer, *args: num_traces.update([layer]) or trace(layer, *args))
   for num_kinds in (1, 2):

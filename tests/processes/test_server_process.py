@@ -205,7 +205,7 @@ def test_program_exits_while_a_thread_captures(tmp_path, function):
 import pathlib, sys, threading, time
 from tinygrad import Context, codegen
 from tinyvllm import LLM
-from tinyvllm_extra.kernels import kernel_cache, layer_calls
+from tinyvllm_extra.kernels import fast_backend, kernel_cache
 from tinyvllm_extra.serving import async_engine
 llm = LLM()
 codegen.do_to_program.path = pathlib.Path(sys.argv[1])
@@ -219,7 +219,7 @@ def slow(function):
 if sys.argv[2] == "do_to_program":
   lower = kernel_cache.do_to_program
   kernel_cache.do_to_program = Context(ALLOW_DEVICE_USAGE=0)(slow(lower))
-else: layer_calls.call_layer.fxn = slow(layer_calls.call_layer.fxn)
+else: fast_backend.call_layer.fxn = slow(fast_backend.call_layer.fxn)
 async_engine.CaptureThread(llm.capture())
 started.wait()
 """, tmp_path, function)

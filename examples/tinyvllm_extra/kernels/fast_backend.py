@@ -4,16 +4,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tinygrad import Device, Tensor, UOp, dtypes, helpers
+from tinygrad import Device, Tensor, UOp, dtypes, function, helpers, nn
 from tinygrad.dtype import DType
+from tinygrad.uop.ops import Ops
 
 from tinyvllm.backend import Sampler, cpu_cores, renderer
 from tinyvllm.config import ModelConfig
+from tinyvllm.llama import Layer
 from tinyvllm_extra.models.experts import MixtureBackend
 from tinyvllm_extra.models.layers import VariantConfig
 from tinyvllm_extra.options import LLMConfig
 
-from . import cuda_source, drivers, kernel_cache, layer_calls, matmul, products, tensor_cores
+from . import cuda_source, drivers, kernel_cache, matmul, products, tensor_cores
 
 
 class FastSampler(Sampler):
@@ -45,6 +47,39 @@ def launch_sampler(operands: dict[str, UOp], counts: bool) -> cuda_source.Launch
                             3 * 4 * (threads // 32 + 2 * parts))
 
 
+def flatten(x: Tensor) -> Tensor:
+  """Flatten x into its own buffer. A traced function can return a kernel's output without a copy."""
+  if x.uop.op is not Ops.AFTER: return x.flatten().contiguous()
+  return Tensor(x.uop.src[0].base.after(x.uop.src[1]))
+
+
+@function(precompile=True, allow_implicit=True)
+def call_layer(layer: Layer, x: Tensor, delta: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+  """Call a layer with flat inputs and outputs."""
+  hidden = layer.config.hidden_size
+  x, delta = layer(x.reshape(-1, hidden), delta.reshape(-1, hidden), *inputs)
+  return flatten(x), flatten(delta)
+
+
+def run_layers(layers: list[Layer], x: Tensor, delta: Tensor, caches: list[list[Tensor]], *inputs: Any) -> tuple:
+  """Like Backend.run_layers. Traces one layer for all equal layers, because tracing takes longer than compiling: reuses
+  the traced call of the first equal layer, with this layer's tensors."""
+  hidden = x.shape[1]
+  x, delta = flatten(x), flatten(delta)
+  calls: dict[tuple, UOp] = {}
+  for layer, cache in zip(layers, caches, strict=True):
+    arguments = layer, x, delta, cache, *inputs
+    buffers = helpers.dedup([t.uop for t in nn.state.get_parameters(arguments)])   # in the order of the call's inputs
+    key = type(layer), getattr(layer, "options", ()), *[(t.shape, t.dtype) for t in buffers]   # see VariantLayer
+    if key not in calls:
+      calls[key] = call_layer(*arguments)[0].uop.src[0]
+      assert calls[key].src[1:len(buffers) + 1] == (*buffers,), "the inputs of a call are in another order"
+    body, *sources = calls[key].src
+    call = calls[key].replace(src=(body, *buffers, *sources[len(buffers):]))   # scratch buffers follow
+    x, delta = [Tensor(call.gettuple(i)) for i in range(2)]
+  return x.reshape(-1, hidden), delta.reshape(-1, hidden)
+
+
 class FastBackend(MixtureBackend):
   """The backend for all devices except CUDA."""
   Linear = matmul.FastLinear
@@ -66,7 +101,7 @@ class FastBackend(MixtureBackend):
     if x.shape[0] > tensor_cores.MAX_DECODE and cuda_source.speaks_cuda():
       tokens = tensor_cores.add_query_tiles(tokens, block_tables)
     reset = products.current.set(tokens)
-    try: return layer_calls.run_layers(layers, x, delta, caches, ropes, tokens, block_tables)
+    try: return run_layers(layers, x, delta, caches, ropes, tokens, block_tables)
     finally: products.current.reset(reset)
 
   def kv_layout(self, model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
