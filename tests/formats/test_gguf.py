@@ -24,7 +24,7 @@ from tinyvllm.backend import Backend
 from tinyvllm_extra.formats.gguf_tokenizer import make_tokenizer
 from tinyvllm_extra.formats.hub import open_checkpoint
 from tinyvllm_extra.models import find_model
-from tinyvllm_extra.models.quantized import Quantized
+from tinyvllm_extra.models.matrices import Quantized
 from tinyvllm_extra.options import MissingPackage
 from tinyvllm_extra.text.huggingface import load_tokenizer
 

@@ -14,8 +14,7 @@ from tinyvllm_extra.kernels import generic
 from tinyvllm_extra.kernels.cuda_source import speaks_c
 from tinyvllm_extra.kernels.matmul import FastExperts, FastGateUp, FastLinear
 from tinyvllm_extra.kernels.schedule import ScoreOptions
-from tinyvllm_extra.models.quantized import E2M1, E4M3
-from tinyvllm_extra.models.storage_order import reorder
+from tinyvllm_extra.models.matrices import E2M1, E4M3, reorder
 
 pytestmark = pytest.mark.skipif(not speaks_c(), reason="other devices do not compile C")
 K, ROWS = 192, 70   # inputs, rows of x

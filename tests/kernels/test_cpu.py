@@ -20,7 +20,7 @@ from tinyvllm_extra import programs
 from tinyvllm_extra.kernels import cpu
 from tinyvllm_extra.serving.async_engine import CaptureThread
 from tinyvllm_extra.kernels.matmul import FastLinear
-from tinyvllm_extra.models.storage_order import reorder
+from tinyvllm_extra.models.matrices import reorder
 
 pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="CPU only")
 CASES = read_data("kernel_cases.json")

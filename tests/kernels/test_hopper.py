@@ -11,7 +11,7 @@ from tinygrad import Device, Tensor, TinyJit, dtypes
 
 from tinyvllm_extra.kernels import cuda_source, products
 from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear
-from tinyvllm_extra.models.quantized import Quantized
+from tinyvllm_extra.models.matrices import Quantized
 
 IS_HOPPER = products.new_flags("CUDA") is not None
 # Maximum rows, inputs, outputs. With three multiprocessors: a tile that several share, also whole rounds, and both

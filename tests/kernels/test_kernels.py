@@ -12,7 +12,7 @@ from tinygrad import Device, dtypes
 from tinyvllm.backend import scatter_kernel
 from tinyvllm_extra.kernels import cuda_source, generic as attention, products, matmul
 from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear, FastNorm
-from tinyvllm_extra.models.storage_order import reorder
+from tinyvllm_extra.models.matrices import reorder
 from tinyvllm_extra.formats.quantization import Quantized, dequantize, quantize
 
 MATRICES = read_data("kernel_cases.json")["matrices"]

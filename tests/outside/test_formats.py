@@ -15,7 +15,7 @@ from tinyvllm import LLM, Backend, InputError
 from tinyvllm_extra.formats import weights
 from tinyvllm_extra.formats.quantization import Quantized, decode_float, dequantize
 from tinyvllm_extra.formats.hub import open_checkpoint
-from tinyvllm_extra.models.quantized import E4M3
+from tinyvllm_extra.models.matrices import E4M3
 
 PROMPT = [5, 17, 99, 250, 31]
 WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 384}   # multiples of 128

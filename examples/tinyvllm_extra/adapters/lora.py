@@ -17,7 +17,7 @@ from tinyvllm.runner import GraphKey, Logits, Results, Runner, Step, upload, zer
 from tinyvllm_extra.cache import snapshots
 from tinyvllm_extra.formats import hub, quantization, weights
 from tinyvllm_extra.kernels import buffers, matmul
-from tinyvllm_extra.models import layers, storage_order
+from tinyvllm_extra.models import layers, matrices
 from tinyvllm_extra.options import LLMConfig, LoRARequest, check_one_device
 from tinyvllm_extra.sampling.logits import LogitsPlan
 from tinyvllm_extra.serving.engine_metrics import MeteredScheduler
@@ -107,7 +107,7 @@ class AdaptedLinear(Module):
       row += count
     dtype, shapes = self.a.weight.dtype, [x.weight.max_shape for x in (self.a, self.b)]
     convert = quantization.to_bfloat16 if dtype == dtypes.bfloat16 else functools.partial(np.asarray, dtype=dtype.fmt)
-    return [np.ascontiguousarray(convert(storage_order.reorder(w, (shape[0] // self.a.num_experts, *shape[1:]))))
+    return [np.ascontiguousarray(convert(matrices.reorder(w, (shape[0] // self.a.num_experts, *shape[1:]))))
             for w, shape in zip((whole[0], self.base.ordered(whole[1])), shapes, strict=True)]
 
 

@@ -18,7 +18,7 @@ from tinyvllm_extra.formats import architecture, gguf, hub
 from tinyvllm_extra.formats.fit import DTYPES, GIB, QUANTIZED, estimate_fit, is_in_layer, open_device, prequantized
 from tinyvllm_extra.kernels import kernel_cache, make_backend, matmul, products
 from tinyvllm_extra.kernels.drivers import device_memory, host_memory
-from tinyvllm_extra.models.quantized import NUMBER_FORMATS
+from tinyvllm_extra.models.matrices import NUMBER_FORMATS
 from tinyvllm_extra.programs import prepare_tuned_device, tiles_path
 
 LIMIT = 90   # timeout of a backend's process, in seconds

@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike
 from tinygrad.llm.gguf import read_str, read_uint32, read_uint64, readers
 
 from tinyvllm.config import InputError, JsonObject, check, read_json
-from tinyvllm_extra.models.quantized import Matrix, Quantized, narrow
+from tinyvllm_extra.models.matrices import Matrix, Quantized, narrow
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 
 from . import quantization, weights

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from tinyvllm.config import JsonObject, check, logger, read_json
-from tinyvllm_extra.models.quantized import E2M1, E2M1_VALUES, E4M3, Matrix, Quantized, is_small_float, narrow
+from tinyvllm_extra.models.matrices import E2M1, E2M1_VALUES, E4M3, Matrix, Quantized, is_small_float, narrow
 
 if TYPE_CHECKING: from .weights import FastCheckpoint
 

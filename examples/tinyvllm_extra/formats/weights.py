@@ -13,9 +13,8 @@ from tinyvllm import llama
 from tinyvllm.backend import Linear, Module, Norm, renderer
 from tinyvllm.config import check, logger, read_json
 from tinyvllm_extra.kernels import buffers
-from tinyvllm_extra.models.quantized import E4M3, Matrix, Quantized, is_small_float
 from tinyvllm_extra.models.layers import LlamaVariant, VariantConfig, row_order
-from tinyvllm_extra.models.storage_order import StoredWeights
+from tinyvllm_extra.models.matrices import E4M3, Matrix, Quantized, StoredWeights, is_small_float
 from tinyvllm_extra.options import check_one_device
 from tinyvllm_extra.text.huggingface import ChatTokenizer, load_tokenizer
 

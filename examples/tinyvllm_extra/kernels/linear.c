@@ -1,4 +1,4 @@
-// out = x @ W.T + bias on a CPU. IS_INT: int8 products for W in int8 or int4 (models/storage_order.py, `pack_words`),
+// out = x @ W.T + bias on a CPU. IS_INT: int8 products for W in int8 or int4 (models/matrices.py, `pack_numbers`),
 // else products of floats. A core first copies a block of rows of x or, for IS_INT, quantizes it to int8, in groups of
 // X_GROUP inputs with a scale each: their integer sums are exact. Then it multiplies all rows by DEPTH inputs of a few
 // outputs, so that its first-level cache holds both; floats of W are first decoded to a panel. DOT multiplies 4 inputs

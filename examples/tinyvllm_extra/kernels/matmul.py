@@ -13,9 +13,8 @@ from tinygrad.uop.ops import AxisType
 from tinyvllm.backend import GateUp, Linear, Norm, cpu_cores
 from tinyvllm.llama import Checkpoint
 from tinyvllm_extra.models.experts import group_by_expert
-from tinyvllm_extra.models.quantized import Matrix, UNQUANTIZED, Quantized, narrow
-from tinyvllm_extra.models.storage_order import (STORED, pack_numbers, prepare_scales, reorder, scales_shape,
-                                                 stored_shape, stored_weights)
+from tinyvllm_extra.models.matrices import (STORED, UNQUANTIZED, Matrix, Quantized, narrow, pack_numbers,
+                                            prepare_scales, reorder, scales_shape, stored_shape, stored_weights)
 
 from . import cuda_source, products
 from .buffers import local_ids, new, partial_sums

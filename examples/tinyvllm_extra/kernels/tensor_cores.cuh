@@ -42,7 +42,7 @@ DEVICE u32 scaled(u32 x, u32 bias, u32 scale, u32 offset) {
 }
 
 #ifdef BITS
-// Loads the lane's weights of 32 inputs, see storage_order.pack_numbers. scales, offsets: float16, of its two outputs.
+// Loads the lane's weights of 32 inputs, see matrices.pack_numbers. scales, offsets: float16, of its two outputs.
 // RAW: without scales, and integers times 2^-24
 #define W_BYTES (64 * BITS)   // of 16 outputs and 32 inputs
 #define SETS (GROUPS * 32 > K ? GROUPS * 32 / K : 1)   // scales of an output in 32 inputs

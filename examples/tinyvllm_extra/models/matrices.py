@@ -1,20 +1,74 @@
-"""Weights while they load: the source of a module's weights, the extension's Checkpoint or one with only the core's
-methods; and their storage order: numpy arrays of W and of its scales, reordered and packed once, as kernels read
-them."""
+"""Matrices of weights as numpy arrays: quantized ones, w = q * scale + offset in groups of consecutive inputs, whose
+number format says how q is stored in words and how kernels decode it; the source of a module's weights, the extension's
+Checkpoint or one with only the core's methods; and the storage order of W and of its scales, which are reordered and
+packed once, as kernels read them."""
+import dataclasses
 from collections.abc import Sequence
 from math import gcd
+from typing import NamedTuple
 
 import numpy as np
-from tinygrad import Tensor, dtypes, helpers
+from tinygrad import Tensor, UOp, dtypes, helpers
 from tinygrad.dtype import DType
 
 from tinyvllm.backend import Linear, Module
 from tinyvllm.llama import Checkpoint
 
-from .quantized import E2M1, NUMBER_FORMATS, Matrix, Quantized, narrow
-
+# Small floats, which numpy lacks: a byte each, in a field with the format's name
+E4M3 = np.dtype([("e4m3", np.uint8)])
+E2M1 = np.dtype([("e2m1", np.uint8)])   # in the lower 4 bits (MXFP4)
+E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 # Storage order of the axes of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), and of scales, by ndim
 STORED = {3: (0, 2, 1), 4: (0, 3, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberFormat:
+  """A number format of q. Kernels decode its bits to float16 with integer operations."""
+  bits: int
+  word: str   # dtype of a packed word; floats and integers differ, as layers with equal dtypes share traced calls
+  zero_point: int = 0      # added to integers for tensor cores
+  factor: int = 1          # small floats: q / decoded number, a part of the stored scales
+
+  in_element = property(lambda self: 8 if self.bits == 4 else 1)   # numbers per element of W, not for tensor cores
+  is_float = property(lambda self: self.factor > 1)
+
+  def value(self, element: UOp, k: UOp) -> UOp:
+    """Return the number of input k in float32. element: of W, not for tensor cores, which holds that input."""
+    if self.bits == 4: element = element.cast(dtypes.uint32) >> (k % 8 * 4).cast(dtypes.uint32) & 15
+    if not self.is_float: return element.float()
+    bits = element.cast(dtypes.uint32)   # of the small float, then of float16
+    bits = (bits & 7) << 9 | (bits & 8) << 12 if self.bits == 4 else (bits & 0x7f) << 7 | (bits & 0x80) << 8
+    return bits.cast(dtypes.uint16).bitcast(dtypes.half).float()
+
+
+NUMBER_FORMATS = {   # by the dtype of q
+  np.dtype(np.int8): NumberFormat(8, "uint32", zero_point=128), np.dtype(np.uint8): NumberFormat(4, "uint32"),
+  E4M3: NumberFormat(8, "int32", factor=2**8), E2M1: NumberFormat(4, "int32", factor=2**14)}
+UNQUANTIZED = NumberFormat(16, "uint32")   # floats, which are not packed
+
+
+class Quantized(NamedTuple):
+  """A quantized matrix. Groups divide the inputs evenly."""
+  q: np.ndarray               # (out, in): int8, int4 as uint8 from 0 to 15, E4M3 or E2M1: see NUMBER_FORMATS
+  scale: np.ndarray           # (out, groups)
+  offset: np.ndarray | None   # (out, groups); None: zeros
+  order: np.ndarray           # (in,): input of each column
+
+  @property
+  def number_format(self) -> NumberFormat: return NUMBER_FORMATS[self.q.dtype]
+
+
+Matrix = np.ndarray | Quantized   # (out, in)
+
+
+def narrow(x: np.ndarray, exact: bool = True) -> np.ndarray:
+  """Cast to float16 if that is exact or, without `exact`, does not overflow."""
+  with np.errstate(over="ignore"): half = x.astype(np.float16)
+  return half if (np.array_equal(half, x) if exact else np.isfinite(half).all()) else x
+
+
+def is_small_float(w: Matrix) -> bool: return isinstance(w, Quantized) and w.number_format.is_float
 
 
 def stored_shape(out_features: int, in_features: int, has_tensor_cores: bool) -> tuple[int, ...]:
