@@ -5,6 +5,7 @@ import errno
 import os
 import random
 import shutil
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -65,13 +66,10 @@ def test_load_in_new_engine_gives_equal_outputs_and_hits(llm, folder, tmp_path, 
 def test_saved_file_is_valid_safetensors(saved, llm):
   path, expected = saved
   with safe_open(path, "numpy") as file:
-    shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}   # noqa: SIM118   # not a dict
-    keys = [key.tobytes() for key in file.get_tensor("keys")]
     rows = [row.tobytes() for row in file.get_tensor("blocks")]
-    assert file.metadata()["format"] == "1"
-  n = len(expected)
-  assert shapes == {"keys": [n, 32], "blocks": [n, len(next(iter(expected.values())))], "checksums": [n]}
-  assert dict(zip(keys, rows, strict=True)) == expected
+    assert file.metadata()["format"] == "2" and [*file.keys()] == ["blocks"]
+  assert len(rows) == len(expected) and {row[4:36]: row[36:] for row in rows} == expected
+  assert [zlib.crc32(row[4:]).to_bytes(4, "little") for row in rows] == [row[:4] for row in rows]
   assert path.stat().st_mode & 0o77 == 0, "only the owner may read the file"
 
 
@@ -86,7 +84,7 @@ def test_save_and_load_do_not_change_running_requests(llm, folder, file, tmp_pat
   table_blocks = {block for seq in llm.scheduler.running for block in seq.block_table}
   running_keys = {key for key, block in llm.blocks.cached_blocks.items() if block in table_blocks}
   assert llm.save_prefix_cache(tmp_path / "own") == len(llm.blocks.cached_blocks) and len(running_keys) >= 9
-  with safe_open(tmp_path / "own", "numpy") as own: keys = [key.tobytes() for key in own.get_tensor("keys")]
+  with safe_open(tmp_path / "own", "numpy") as own: keys = [x.tobytes() for x in own.get_tensor("blocks")[:, 4:36]]
   assert {*keys[:len(running_keys)]} == running_keys and {*keys} == {*llm.blocks.cached_blocks}
   assert llm.load_prefix_cache(tmp_path / "own") == 0, "all blocks are cached"
   llm.abort_request("2")   # the step in flight may still write to its blocks
@@ -241,11 +239,11 @@ def test_load_other_or_truncated_file_raises(llm, folder, file, tmp_path):
     check_refused(llm, file, "is damaged", "remove it")
 
 
-@pytest.mark.parametrize("name", ["keys", "blocks", "checksums"])
-def test_load_file_with_flipped_byte_loads_nothing(llm, file, name, monkeypatch):
+@pytest.mark.parametrize("place", [0, 4, -1], ids=["checksum", "key", "block"])
+def test_load_file_with_flipped_byte_loads_nothing(llm, file, place, monkeypatch):
   """The last block is damaged; good ones have been written to the device before."""
-  raw, (header, start) = bytearray(file.read_bytes()), header_of(file)
-  raw[start + header[name]["data_offsets"][1] - 1] ^= 4
+  raw, (header, _) = bytearray(file.read_bytes()), header_of(file)
+  raw[place % header["blocks"]["shape"][1] - header["blocks"]["shape"][1]] ^= 4
   file.write_bytes(raw)
   monkeypatch.setattr(prefix_cache, "MAX_BYTES", 4096)
   ids = prompt(4 * BS, "unharmed")

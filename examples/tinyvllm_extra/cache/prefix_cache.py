@@ -37,8 +37,7 @@ def identity(engine: Engine) -> dict[str, str]:
     draft = engine.proposer.config
     draft_model = fingerprint(pathlib.Path(str(draft.model)).expanduser(), engine.proposer.runners[0].model.config)
     values["draft model"] = f"{draft_model}, quantization {draft.quantization}"
-  identities[engine] = {name: str(value) for name, value in values.items()}
-  return identities[engine]
+  return identities.setdefault(engine, {name: str(value) for name, value in values.items()})
 
 
 def cache_tensors(engine: Engine) -> list[Tensor]:

@@ -1,18 +1,19 @@
-"""Files of a prefix cache: safetensors files with a key, the bytes and a checksum of each block. The metadata hold all
-that blocks and keys depend on. A file is replaced completely or not at all."""
-import contextlib, hashlib, json, math, os, pathlib, tempfile, zlib
+"""Files of a prefix cache: safetensors files with one tensor, whose rows hold the key, a checksum and the bytes of each
+block. The metadata hold all that blocks and keys depend on. A file is replaced completely or not at all."""
+import contextlib, hashlib, itertools, json, math, os, pathlib, tempfile, zlib
 from collections.abc import Iterable, Iterator
 from typing import IO
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from tinyvllm.config import JsonObject, ModelConfig, check
+from tinyvllm.config import ModelConfig, check
 
 from .hub import open_checkpoint
 
 MAGIC = b'{"__metadata__": {"format": "'   # start of the JSON header
-FORMAT = "1"           # change it when the hashes, the blocks or the file layout change
+FORMAT = "2"           # change it when the hashes, the blocks or the file layout change
+START = 4 + 32         # bytes of a row before the block: the checksum of all that follows, and the key
 SAMPLE_BYTES = 2**16   # bytes of a weight to hash, at each of four offsets
 
 
@@ -26,14 +27,6 @@ def fingerprint(path: pathlib.Path, config: ModelConfig) -> str:
     for start in range(0, len(data), max(SAMPLE_BYTES, len(data) // 4)):
       digest.update(data[start:start + SAMPLE_BYTES].data)
   return digest.hexdigest()[:32]
-
-
-def layout(count: int, row_bytes: int) -> dict[str, tuple[str, list[int]]]:
-  """Return the dtypes and shapes of a file's tensors, in their order."""
-  return {"keys": ("U8", [count, 32]), "blocks": ("U8", [count, row_bytes]), "checksums": ("U32", [count])}
-
-
-def checksum(key: bytes, row: np.ndarray) -> int: return zlib.crc32(row.data, zlib.crc32(key))
 
 
 def replaceable(path: str | os.PathLike) -> pathlib.Path:
@@ -60,19 +53,13 @@ def write_blocks(file: IO[bytes], metadata: dict[str, str], keys: list[bytes], r
                  parts: Iterable[np.ndarray]) -> None:
   """Write blocks in parts, (rows, row_bytes) uint8 each: all of them may be as large as the device's memory.
   safetensors' own writer needs all tensors in memory."""
-  header: JsonObject = {"__metadata__": metadata}
-  end = 0
-  for name, (dtype, shape) in layout(len(keys), row_bytes).items():
-    start, end = end, end + math.prod(shape) * int(dtype[1:]) // 8
-    header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-  text = json.dumps(header).encode()
-  text = text.ljust(-(-len(text) // 8) * 8)
-  file.write(len(text).to_bytes(8, "little") + text + b"".join(keys))
-  checksums = list[int]()
-  for rows in parts:
-    checksums += map(checksum, keys[len(checksums):len(checksums) + len(rows)], rows)
-    file.write(rows.data)
-  file.write(np.array(checksums, "<u4").data)
+  shape = len(keys), START + row_bytes
+  blocks = {"dtype": "U8", "shape": shape, "data_offsets": [0, math.prod(shape)]}
+  header = json.dumps({"__metadata__": metadata, "blocks": blocks}).encode()
+  file.write(len(header).to_bytes(8, "little") + header)
+  for key, block in zip(keys, itertools.chain.from_iterable(parts), strict=True):
+    file.write(zlib.crc32(block.data, zlib.crc32(key)).to_bytes(4, "little") + key)
+    file.write(block.data)
 
 
 class StoredBlocks:
@@ -86,17 +73,16 @@ class StoredBlocks:
       differences = [f"{x} {found.get(x)!r}, here {own!r}" for x, own in metadata.items() if found.get(x) != own]
       check(found == metadata, f"{prefix} has blocks that do not fit this engine ({'; '.join(differences)}): "
             "remove it, or choose another file")
-      slices = {name: file.get_slice(name) for name in layout(0, 0)}
+      self.blocks = file.get_slice("blocks")
     except (OSError, SafetensorError) as e: check(False, f"{prefix} is damaged ({e}): remove it")
-    actual = {name: (x.get_dtype(), x.get_shape()) for name, x in slices.items()}
-    check(actual == layout(actual["keys"][1][0], row_bytes), f"{prefix} is damaged: remove it")
-    self.keys = [row.tobytes() for row in slices["keys"][:]]
-    self.blocks = slices["blocks"]
-    self.checksums = slices["checksums"][:]
+    is_valid = self.blocks.get_dtype() == "U8" and self.blocks.get_shape()[1:] == [START + row_bytes]
+    check(is_valid, f"{prefix} is damaged: remove it")
+    self.keys = [row.tobytes() for row in self.blocks[:, 4:START]]
 
   def rows(self, indices: list[int]) -> np.ndarray:
     """Read blocks by their increasing indices, (rows, row_bytes) uint8. Raises InputError if one is damaged."""
     rows = self.blocks[indices[0]:indices[-1] + 1][[i - indices[0] for i in indices]]
-    damaged = [i for i, row in zip(indices, rows, strict=True) if checksum(self.keys[i], row) != self.checksums[i]]
+    checksums = rows[:, :4].copy().view("<u4")[:, 0]
+    damaged = [i for i, row, x in zip(indices, rows, checksums, strict=True) if zlib.crc32(row[4:]) != x]
     check(not damaged, f"{self.prefix} is damaged (block {damaged[:1]}): remove it")
-    return rows
+    return rows[:, START:]
