@@ -62,11 +62,9 @@ def advance(beams: Beams, outputs: Iterator[RequestOutput], params: BeamSearchPa
 
 def best_beams(beams: Beams, params: BeamSearchParams, llm: Engine) -> BeamSearchOutput:
   """Return the beams with the best log probabilities, normalized by the length without the prompt, with their text."""
-  def score(beam: BeamSearchSequence) -> float:
-    return beam.cum_logprob / len(beam.logprobs)**params.length_penalty
-  best = sorted(beams, key=score, reverse=True)[:params.beam_width]
-  for beam in best: beam.text = llm.tokenizer.decode(beam.tokens)
-  return BeamSearchOutput(best)
+  best = sorted(beams, key=lambda beam: -beam.cum_logprob / len(beam.logprobs)**params.length_penalty)
+  for beam in best[:params.beam_width]: beam.text = llm.tokenizer.decode(beam.tokens)
+  return BeamSearchOutput(best[:params.beam_width])
 
 
 def beam_search(llm: Engine, prompts: Prompt | list[Prompt] | list[str], params: BeamSearchParams,

@@ -35,13 +35,12 @@ class LogitsPlan(NamedTuple):
   def words(self, batch: "LogitsBatch | None", num_rows: int) -> np.ndarray:
     """Return a step's int32 words: ADJUSTMENTS, a token bitmask for each row of logits, then for each row the
     token to return the log probability of, UNKNOWN for the sampled one."""
-    all_tokens = np.full(-(-self.vocab_size // 32), -1, np.int32)
-    bitmasks = batch.bitmasks if batch else {}
-    masks = [bitmasks.get(row, all_tokens) for row in range(num_rows if self.has_bitmask else 0)]
+    masks = np.full((num_rows if self.has_bitmask else 0, -(-self.vocab_size // 32)), -1, np.int32)
+    for row, mask in batch.bitmasks.items() if batch else (): masks[row] = mask
     adjustments = ADJUSTMENTS.write(batch.adjustments if batch else [], self.num_adjustments, row=NO_ROW)
     targets = np.full(num_rows if self.has_logprobs else 0, UNKNOWN, np.int32)
     if batch and self.has_logprobs: targets[:len(batch.targets)] = batch.targets
-    return np.concatenate([adjustments, *masks, targets])
+    return np.concatenate([adjustments, masks.ravel(), targets])
 
   def apply(self, logits: Tensor, words: Tensor) -> Tensor:
     """Return masked and adjusted logits, (S, V). words: as `words` returns them."""

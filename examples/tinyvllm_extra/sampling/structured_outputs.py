@@ -147,26 +147,15 @@ class Constraint:
     return self.matcher.is_stopped()
 
 
-class Vocabulary:
-  """Adapts a sentencepiece vocabulary to llguidance's interface, the bytes of each token. llguidance calls the
-  instance to encode text that the grammar requires; sentencepiece would add a space, so it uses llguidance's tables."""
-  is_tokenizer_wrapper = True
-  bos_token_id = None
-  eos_token_id = 0   # LLTokenizer takes the model's end tokens as an argument
-
-  def __init__(self, model: SentencePieceProcessor, tokenizer: ChatTokenizer):
-    self.tokens = [b"" if model.IsUnknown(i) else tokenizer.token_bytes(i) for i in range(model.GetPieceSize())]
-    self.special_token_ids = list(tokenizer.special_ids)
-    self.library: Any = None   # its LLTokenizer
-
-  def __call__(self, text: str) -> list[int]: return self.library.greedy_tokenize(text)
-
-
 @functools.lru_cache(maxsize=8)   # takes a second, once for each model
 def load_vocabulary(library: types.ModuleType, tokenizer: ChatTokenizer, vocab_size: int, ends: tuple[int, ...]) -> Any:
   """Return an LLTokenizer of llguidance, which parses tokenizer.json itself. ends: the model's end tokens."""
   model = tokenizer.library
-  vocabulary = Vocabulary(model, tokenizer) if isinstance(model, SentencePieceProcessor) else model.to_str()
-  llg_tokenizer = library.LLTokenizer(vocabulary, vocab_size, [*ends])
-  if isinstance(vocabulary, Vocabulary): vocabulary.library = llg_tokenizer
-  return llg_tokenizer
+  if not isinstance(model, SentencePieceProcessor): return library.LLTokenizer(model.to_str(), vocab_size, [*ends])
+  # llguidance calls this for text that the grammar requires; sentencepiece would add a space
+  def encode(text: str) -> list[int]: return vocabulary.greedy_tokenize(text)
+  tokens = [b"" if model.IsUnknown(i) else tokenizer.token_bytes(i) for i in range(model.GetPieceSize())]
+  vars(encode).update(is_tokenizer_wrapper=True, tokens=tokens, special_token_ids=[*tokenizer.special_ids],
+                      bos_token_id=None, eos_token_id=0)   # LLTokenizer takes the end tokens as an argument
+  vocabulary = library.LLTokenizer(encode, vocab_size, [*ends])
+  return vocabulary
