@@ -199,8 +199,8 @@ def test_vocabulary_larger_than_tokenizer_outputs_match(tmp_path):
 def test_escapes_precede_the_format(llm, text, opened, expected):
   """Reasoning may come first, and is opened by the prompt or the model; a call, "[c]", replaces the format. "(" may
   open both a call and the format: it belongs to the format."""
-  escapes = {"<t>": ("</t>",), "[c]": (), "(c)": ()}
-  params = StructuredOutputsParams(choice=["yes", "(a"], escapes=escapes, opened=tuple(opened))
+  escapes = {"<t>": ("</t>",), "[c]": (), "(c)": (), **({"": opened} if opened else {})}
+  params = StructuredOutputsParams(choice=["yes", "(a"], escapes=escapes)
   constraint = params.constraint(llm.tokenizer, VOCAB, (2,))
   for token in llm.tokenizer.encode("\n" + text, False)[2:]: constraint.accept(token)   # without sentencepiece's space
   bits = np.unpackbits(constraint.bitmask().view(np.uint8), bitorder="little")[:VOCAB]

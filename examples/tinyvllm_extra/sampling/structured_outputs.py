@@ -30,9 +30,9 @@ class StructuredOutputsParams:
   structural_tag: str | dict | None = None   # text with tags, whose content follows JSON schemas
   disable_any_whitespace: bool = False       # JSON has no white space
   whitespace_pattern: str | None = None      # regular expression of JSON's white space
-  # Free text before the format, such as reasoning: openings and the markers that end it; (): it lasts to the end
+  # Free text before the format, such as reasoning: openings ("": the prompt's end) and the markers that end it; (): it
+  # lasts to the end
   escapes: dict | None = None
-  opened: tuple = ()                         # markers that end the free text that the prompt opened
 
   def __init__(self, **fields: object):
     fields = {name: value for name, value in fields.items() if value not in (None, False)}
@@ -57,7 +57,7 @@ class StructuredOutputsParams:
     except (TypeError, AttributeError, KeyError, RecursionError) as e:
       raise InputError(f"structured_outputs: {name} has a wrong structure: {e!r}") from e
     check(not matcher.is_error(), f"structured_outputs: {name}: {' '.join(matcher.get_error().split())}")
-    return Constraint(self, matcher, vocab_size, tokenizer)
+    return Constraint(self.escapes or {}, matcher, vocab_size, tokenizer)
 
   def compile(self, library: types.ModuleType, name: str, text: str, tokenizer: ChatTokenizer) -> str:
     """Return llguidance's grammar for a constraint."""
@@ -116,14 +116,14 @@ def normalize(params: JsonObject) -> StructuredOutputsParams:
 
 
 class Constraint:
-  """The allowed next tokens of one sequence. matcher: llguidance's."""
-  def __init__(self, params: StructuredOutputsParams, matcher: Any, vocab_size: int, tokenizer: ChatTokenizer):
+  """The allowed next tokens of one sequence. escapes: see StructuredOutputsParams. matcher: llguidance's."""
+  def __init__(self, escapes: JsonObject, matcher: Any, vocab_size: int, tokenizer: ChatTokenizer):
     self.matcher = matcher
     self.num_words = -(-vocab_size // 32)
     self.tokenizer = tokenizer
     start = len(tokenizer.encode("\n", False))   # at the start, sentencepiece would add a space
-    self.escapes = {tokenizer.encode("\n" + x, False)[start]: ends for x, ends in (params.escapes or {}).items()}
-    self.ends = params.opened or None   # markers that end free text; None: the format applies
+    self.escapes = {tokenizer.encode("\n" + x, False)[start]: ends for x, ends in escapes.items() if x}
+    self.ends = escapes.get("")   # markers that end free text; None: the format applies
     self.ids: list[int] = []      # free text so far
     self.is_start = True          # no token of the format yet
 

@@ -238,7 +238,7 @@ def escapes_of(body: Body, output_format: parsers.OutputFormat, prompt_end: str)
   opened = output_format.opened_by(prompt_end)
   has_tools = bool(tools_of(body)) and not tools.requires_call(body.tool_choice)
   escapes = output_format.escapes(has_tools) if body.structured_outputs is None else {}
-  return {"escapes": escapes, "opened": opened.closings if opened else ()}
+  return {"escapes": {**escapes, "": opened.closings} if opened else escapes}
 
 
 def encode_prompts(body: GenerationRequest, engine: LLM, trusts_template: bool) -> list[JsonObject]:

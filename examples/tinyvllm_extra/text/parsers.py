@@ -15,7 +15,7 @@ class Section:
   contains, if a channel says so."""
   format: str
   opening: str
-  closings: tuple[str, ...] = ()
+  closings: list[str] | tuple[str, ...] = ()
   is_first: bool = False
   function: str = ""
 
@@ -24,8 +24,7 @@ OUTSIDE = Section("outside", "")   # the text between sections
 # groups: of sections. reasoning, tools: by vLLM's name, a regular expression and groups. By default, the first entry
 # whose expression matches in the chat template applies
 TABLES = config.read_json(pathlib.Path(__file__).with_suffix(".json"))
-GROUPS = {name: tuple(Section(**{**x, "closings": tuple(x.get("closings", ()))}) for x in sections)
-          for name, sections in TABLES["groups"].items()}
+GROUPS = {name: tuple(Section(**x) for x in sections) for name, sections in TABLES["groups"].items()}
 REASONING, TOOLS = TABLES["reasoning"], TABLES["tools"]
 QUOTED = {quote: re.compile(rf"{quote}|\\.", re.DOTALL) for quote in "\"'"}
 BRACKETS = {False: re.compile(r'[\[\]{}"]'), True: re.compile(r"""[\[\](){}"']""")}   # True: Python's
@@ -50,9 +49,9 @@ class OutputFormat:
     sections = [x for x in self.reasoning if x.format == "reasoning"]
     return next((x for x in sections if prompt_end.rstrip().endswith(x.opening.strip())), None)
 
-  def escapes(self, has_tools: bool) -> dict[str, tuple[str, ...]]:
+  def escapes(self, has_tools: bool) -> config.JsonObject:
     """Return the openings of reasoning and calls that may precede structured output, with the markers after which it
-    begins; (): it does not."""
+    begins, a list of str; (): it does not."""
     if self.reasoning == GROUPS["harmony"]: return {"<|channel|>": ("<|channel|>final<|message|>",)}
     reasoning = {x.opening: x.closings for x in self.reasoning if x.format == "reasoning"}
     tags = [x.opening for x in self.tools if not x.is_first and x.opening != "{"] if has_tools else []
@@ -68,7 +67,7 @@ def find_format(template: str, reasoning: str | None = None, tools: str | None =
 
 
 @functools.cache
-def marker_pattern(markers: tuple[str, ...]) -> re.Pattern: return re.compile("|".join(map(re.escape, markers)) or "$.")
+def marker_pattern(*markers: str) -> re.Pattern: return re.compile("|".join(map(re.escape, markers)) or "$.")
 
 
 class Parser:
@@ -134,7 +133,7 @@ class Parser:
     self.is_start = False
     self.skipped = WHITE_SPACE * (section.format in ("reasoning", "content"))
     self.scanned = 0
-    self.depth: list[str] = []   # open brackets and quotes before `scanned`
+    self.depth = [""]   # then the open brackets and quotes before `scanned`
     return True
 
   def close(self, end: int) -> bool:
@@ -160,15 +159,15 @@ class Parser:
         if rest.startswith(section.opening): return self.open(section, len(self.text) - len(rest))
       if not self.is_finished and any(x.opening.startswith(rest) for x in self.first_sections): return False
     self.is_start = self.is_start and not self.text.strip()
-    opening = marker_pattern((*self.sections,)).search(self.text)
+    opening = marker_pattern(*self.sections).search(self.text)
     self.deliver("content", opening.start() if opening else self.end_without([*self.sections]))
     return opening is not None and self.open(self.sections[opening[0]], 0)
 
   def read_text(self) -> bool:
     """Deliver the text of a section. A call in reasoning that is never closed ends it."""
     section = self.section
-    closing = marker_pattern(section.closings).search(self.text, self.scanned)
-    tag = marker_pattern(self.tags).search(self.text) if section.format == "reasoning" and not closing else None
+    closing = marker_pattern(*section.closings).search(self.text, self.scanned)
+    tag = marker_pattern(*self.tags).search(self.text) if section.format == "reasoning" and not closing else None
     if tag: self.scanned = max(tag.start(), len(self.text) - 20)   # wait for the closing
     border = closing or tag
     self.deliver(section.format, border.start() if border else self.end_without([*section.closings, *self.tags]))
@@ -191,20 +190,19 @@ class Parser:
     section = self.section
     if section.format in STARTS and not STARTS[section.format].match(self.text): return self.reject()
     if not section.closings: return self.read_value()
-    markers = section.closings + self.tags * (not section.function)
-    marker = marker_pattern(markers).search(self.text, self.scanned)
+    markers = [*section.closings, *self.tags * (not section.function)]
+    marker = marker_pattern(*markers).search(self.text, self.scanned)
     if not marker and not self.is_finished:
       self.scanned = max(self.scanned, len(self.text) - max(map(len, markers)))
       return False
     end = marker.start() if marker else len(self.text)
     text = section.opening * (section.format == "xml") + self.text[:end]
     if section.function: text = json.dumps({"name": section.function, "arguments": text.strip()})
-    in_string = text.lstrip()[:1] in "{[" and is_in_string(text)
-    if in_string and marker and self.num_rejected <= MAX_REJECTED:
+    if marker and self.num_rejected <= MAX_REJECTED and text.lstrip()[:1] in "{[" and is_in_string(text):
       self.num_rejected += 1
       self.scanned = marker.end()   # the marker is part of a string
       return True
-    events = [] if in_string else read_calls(section.format, text, self.functions, not marker)
+    events = read_calls(section.format, text, self.functions, not marker)
     if section.function and not events: events = [("content", self.text[:end])]
     is_closing = marker and marker[0] in section.closings and marker[0] not in self.sections
     return self.deliver_calls(events, marker.end() if marker and is_closing else end)
@@ -216,7 +214,7 @@ class Parser:
       self.scanned = head.end()
     end = self.value_end(self.section.format == "pythonic")
     if end is None and not self.is_finished: return False
-    if self.depth and self.depth[-1] in QUOTED: return self.reject()   # cut off within a string
+    if self.depth[-1] in QUOTED: return self.reject()   # cut off within a string
     events = read_calls(self.section.format, self.text[:end], self.functions, end is None)
     return self.deliver_calls(events, len(self.text) if end is None else end)
 
@@ -226,17 +224,14 @@ class Parser:
 
   def value_end(self, is_python: bool) -> int | None:
     """Return the end of the first value in brackets, None if it is not complete. Reads each character once."""
-    while True:
-      innermost = self.depth[-1] if self.depth else ""
-      match = (QUOTED.get(innermost) or BRACKETS[is_python]).search(self.text, self.scanned)
-      if not match:
-        self.scanned = max(self.scanned, len(self.text) - self.text.endswith("\\"))
-        return None
+    while match := (QUOTED.get(self.depth[-1]) or BRACKETS[is_python]).search(self.text, self.scanned):
       self.scanned = match.end()
-      if match[0] in "[({\"'" and innermost not in QUOTED: self.depth.append(match[0])
-      elif self.depth and match[0][0] != "\\":
+      if match[0] in "[({\"'" and self.depth[-1] not in QUOTED: self.depth.append(match[0])
+      elif len(self.depth) > 1 and match[0][0] != "\\":
         self.depth.pop()
-        if not self.depth: return match.end()
+        if len(self.depth) == 1: return match.end()
+    self.scanned = max(self.scanned, len(self.text) - self.text.endswith("\\"))
+    return None
 
   def end_without(self, markers: list[str]) -> int:
     """Return where the text ends, before a possible start of a marker."""
