@@ -32,26 +32,7 @@ sys.meta_path.insert(0, Blocker)       # type: ignore[arg-type]
 
 import milestones   # noqa: E402
 import tinyvllm     # noqa: E402
-from tinyvllm import LLM, SamplingParams, engine, request   # noqa: E402
-
-
-class CountingScheduler(engine.Scheduler):
-  """A scheduler that counts preemptions and generated tokens, as the extension's metrics do."""
-  num_preemptions = num_generated = 0
-
-  def preempt(self, seq: request.Sequence) -> None:
-    self.num_preemptions += 1
-    super().preempt(seq)
-
-  def update(self, computed: dict[request.Sequence, range], sampled: dict[request.Sequence, int]) -> None:
-    self.num_generated += len(sampled)
-    super().update(computed, sampled)
-
-
-def get_metrics(llm: LLM) -> dict[str, Any]:
-  scheduler: Any = llm.scheduler
-  return {"num_preemptions": scheduler.num_preemptions, "generation_tokens": scheduler.num_generated,
-          "blocks_used": llm.blocks.num_used(), "num_requests_running": len(scheduler.running)}
+from tinyvllm import LLM, SamplingParams, request   # noqa: E402
 
 
 def error_of(call: Callable[[], Any]) -> Exception | None:
@@ -64,10 +45,10 @@ def run_milestones(folder: Path, names: list[str]) -> dict[str, str]:
   runs: dict[str, Callable[[], None]] = {
     "hello": milestones.hello,
     "paged_attention": lambda: milestones.paged_attention(tinyvllm.Backend()),
-    "ten_requests": lambda: milestones.ten_requests(folder, get_metrics),
+    "ten_requests": lambda: milestones.ten_requests(folder),
     "continuous_batching": lambda: milestones.continuous_batching(folder),
-    "paging": lambda: milestones.paging(folder, get_metrics),
-    "streaming": lambda: milestones.streaming(folder, get_metrics)}
+    "paging": lambda: milestones.paging(folder),
+    "streaming": lambda: milestones.streaming(folder)}
   errors = {name: error_of(runs[name]) for name in names}
   return {name: "".join(traceback.format_exception(e)) if e else "" for name, e in errors.items()}
 
@@ -92,8 +73,6 @@ def get_feature_errors(folder: Path, json_folder: Path) -> dict[str, tuple[str, 
 
 if __name__ == "__main__":
   assert SamplingParams is request.SamplingParams and importlib.util.find_spec("tinyvllm_extra") is None
-  llm_class: Any = LLM
-  llm_class.parts = tinyvllm.Parts(scheduler_class=CountingScheduler)
   folder, json_folder = map(Path, sys.argv[1:3])
   (folder / "generation_config.json").write_text('{"temperature": 0.5, "repetition_penalty": 1.1}')   # ignored
   loaded = LLM(folder, **milestones.ONE)   # type: ignore[arg-type]

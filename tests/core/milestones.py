@@ -1,12 +1,13 @@
 """Milestones that the core passes without the extension. test_milestones.py runs them with the extension, core_alone.py
 runs them with the core only."""
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from helpers.engines import greedy, token_rows
+from helpers.reference import causal_attention
 from tinygrad import Tensor, dtypes
 
 import tinyvllm
@@ -20,14 +21,6 @@ EIGHT = {"max_model_len": 256, "max_num_seqs": 8, "num_gpu_blocks_override": 8 *
 
 
 def hello() -> None: assert "Hello" + tinyvllm.generate("Hello") == "Hello, world!"
-
-
-def naive_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-  """Compute causal attention of one sequence over contiguous K and V, (N, KV, D). q: (N, KV, G, D)."""
-  scores = np.einsum("mhgd,nhd->mhgn", q, k) / np.sqrt(q.shape[-1])
-  scores = np.where(np.tri(len(q), dtype=bool)[:, None, None], scores, -np.inf)
-  weights = np.exp(scores - scores.max(-1, keepdims=True))
-  return np.einsum("mhgn,nhd->mhgd", weights / weights.sum(-1, keepdims=True), v)
 
 
 def paged_attention(backend: tinyvllm.Backend, config: type[EngineConfig] = EngineConfig) -> None:
@@ -52,22 +45,24 @@ def paged_attention(backend: tinyvllm.Backend, config: type[EngineConfig] = Engi
     inputs = [Tensor(x).realize() for x in (rope.astype(np.float32), tokens, tables.astype(np.int32))]
     return backend.attend(Tensor(qkv).realize(), caches, *inputs, KV * G).numpy().reshape(len(batch), KV, G, D)
 
-  expected = np.concatenate([naive_attention(q[slots == i], k[slots == i], v[slots == i]) for i in range(len(lengths))])
+  each = [causal_attention(*[x[slots == i] for x in (q.reshape(-1, KV * G, D), k, v)]) for i in range(len(lengths))]
+  expected = np.concatenate(each).reshape(q.shape)
   np.testing.assert_allclose(attend(np.arange(len(slots))), expected, atol=1e-5)
   last = np.cumsum(lengths) - 1
   np.testing.assert_allclose(attend(last), expected[last], atol=1e-5)
 
 
-def ten_requests(folder: Path, get_metrics: Callable[[LLM], dict[str, Any]]) -> None:
+def ten_requests(folder: Path) -> None:
   """Run ten concurrent requests with too few KV cache blocks for all of them."""
   prompts: list = [{"prompt_token_ids": [3 + i, 7, 11 + i] * (1 + i % 4)} for i in range(10)]
   alone = LLM(folder, **ONE)
   expected = [alone.generate(p, greedy(20))[0].outputs[0].token_ids for p in prompts]
   small = LLM(folder, max_model_len=128, max_num_seqs=10, num_gpu_blocks_override=24, **FEW_GRAPHS)
-  outputs = small.generate(prompts, greedy(20))
+  with patch.object(small.scheduler, "preempt", wraps=small.scheduler.preempt) as preempt:
+    outputs = small.generate(prompts, greedy(20))
   assert [o.outputs[0].token_ids for o in outputs] == expected
-  assert get_metrics(small)["num_preemptions"] > 0, "the KV cache must be too small for all requests at once"
-  assert get_metrics(small)["blocks_used"] == 0
+  assert preempt.called, "the KV cache must be too small for all requests at once"
+  assert small.blocks.num_used() == 0
 
 
 def continuous_batching(folder: Path) -> None:
@@ -76,25 +71,17 @@ def continuous_batching(folder: Path) -> None:
   llm = LLM(folder, **EIGHT)
   lengths = [8, 12, 16, 20, 24, 28, 32, 128] * 3
   jobs = [({"prompt_token_ids": [5 + i] * 4}, greedy(n)) for i, n in enumerate(lengths)]
-  launch = llm.runner.launch
-  steps = []
-
-  def count(step: Any) -> Any:
-    steps.append(step)
-    return launch(step)
-  llm.runner.launch = count   # type: ignore[method-assign]
-
   def run(groups: list) -> int:
     """Return the number of steps."""
-    steps.clear()
-    outputs = [o for group in groups for o in llm.generate(*map(list, zip(*group, strict=True)))]
+    with patch.object(llm.runner, "launch", wraps=llm.runner.launch) as launch:
+      outputs = [o for group in groups for o in llm.generate(*map(list, zip(*group, strict=True)))]
     assert sum(len(o.outputs[0].token_ids) for o in outputs) == sum(lengths)
-    return len(steps)
+    return launch.call_count
   static, continuous = run([jobs[i:i + 8] for i in range(0, len(jobs), 8)]), run([jobs])
   assert static >= 3 * 128 and static / continuous > 1.2, f"steps: static {static}, continuous {continuous}"
 
 
-def paging(folder: Path, get_metrics: Callable[[LLM], dict[str, Any]]) -> None:
+def paging(folder: Path) -> None:
   """Check that paging at least doubles the number of concurrent sequences in the same memory."""
   max_model_len, blocks = 256, 65   # 64 blocks of 16 tokens; preallocated, they hold 4 sequences of 256 tokens
   llm = LLM(folder, max_model_len=max_model_len, num_gpu_blocks_override=blocks, max_num_seqs=32,
@@ -103,15 +90,16 @@ def paging(folder: Path, get_metrics: Callable[[LLM], dict[str, Any]]) -> None:
   max_running = 0
   while llm.requests:
     llm.advance()
-    max_running = max(max_running, int(get_metrics(llm)["num_requests_running"]))
+    max_running = max(max_running, len(llm.scheduler.running))
   assert max_running >= 2 * ((blocks - 1) * 16 // max_model_len), f"{max_running} sequences ran at once"
 
 
-def streaming(folder: Path, get_metrics: Callable[[LLM], dict[str, Any]]) -> None:
+def streaming(folder: Path) -> None:
   """Check that a stream yields each token before the next one is computed."""
   llm = LLM(folder, **ONE)
   stream = llm.generate_stream({"prompt_token_ids": [5, 6, 7]}, greedy(10))
   for i, output in enumerate(stream):
+    if i == 0: sequence, = llm.scheduler.running
     assert len(output.outputs[0].token_ids) == 1
-    assert get_metrics(llm)["generation_tokens"] == i + 1, "a later token must not exist yet"
+    assert sequence.num_generated == i + 1, "a later token must not exist yet"
   assert output.finished and i == 9

@@ -20,13 +20,13 @@ def test_2_paged_attention_equals_naive_attention(parts):
 
 
 def test_3_ten_concurrent_requests_in_small_kv_cache_equal_single(folder):
-  milestones.ten_requests(folder, LLM.get_metrics)
+  milestones.ten_requests(folder)
 
 
 def test_4_continuous_batching_takes_fewer_steps_than_static_batching(folder): milestones.continuous_batching(folder)
 
 
-def test_5_paging_in_same_memory_doubles_concurrent_sequences(folder): milestones.paging(folder, LLM.get_metrics)
+def test_5_paging_in_same_memory_doubles_concurrent_sequences(folder): milestones.paging(folder)
 
 
 def test_6_server_answer_to_curl_equals_generate(folder):
@@ -42,4 +42,4 @@ def test_6_server_answer_to_curl_equals_generate(folder):
   assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
 
 
-def test_7_stream_yields_each_token_before_the_next(folder): milestones.streaming(folder, LLM.get_metrics)
+def test_7_stream_yields_each_token_before_the_next(folder): milestones.streaming(folder)

@@ -91,20 +91,22 @@ def head(w: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
   return x @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
 
 
+def causal_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+  """Return the attention of one sequence, (T, H * D). q: (T, H, D). k, v: (T, KV, D)."""
+  k, v = (np.repeat(x, q.shape[1] // k.shape[1], 1) for x in (k, v))   # (T, H, D)
+  scores = np.einsum("thd,shd->hts", q, k) / math.sqrt(q.shape[2])
+  scores = np.where(np.tri(len(q), dtype=bool), scores, -np.inf)
+  a = np.exp(scores - scores.max(-1, keepdims=True))
+  return np.einsum("hts,shd->thd", a / a.sum(-1, keepdims=True), v).reshape(len(q), -1)
+
+
 def reference_logits(folder: Path, ids: list[int], quantize: Callable = lambda x: x) -> np.ndarray:
   """Compute the float64 logits, (T, V), of all tokens with the model in `folder`. quantize: maps K and V to the values
   read from the KV cache."""
   config, w = load(folder)
-  T = len(ids)
-
   def attend(layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    group = q.shape[1] // k.shape[1]
-    k, v = np.repeat(quantize(k), group, 1), np.repeat(quantize(v), group, 1)   # (T, H, D)
-    scores = np.einsum("thd,shd->hts", q, k) / math.sqrt(q.shape[2])
-    scores = np.where(np.tri(T, dtype=bool), scores, -np.inf)
-    a = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("hts,shd->thd", a / a.sum(-1, keepdims=True), v).reshape(T, -1)
-  return head(w, hidden_states(config, w, ids, np.arange(T), attend))
+    return causal_attention(q, quantize(k), quantize(v))
+  return head(w, hidden_states(config, w, ids, np.arange(len(ids)), attend))
 
 
 _greedy: dict[tuple, list[int]] = {}
