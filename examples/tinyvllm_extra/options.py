@@ -65,7 +65,7 @@ class LoRARequest(Options):
 
 
 def add_fields(prompt: str | JsonObject, **fields: object) -> str | JsonObject:
-  """Return a prompt for make_request with further fields of it, except those that are None."""
+  """Return a prompt for make_request with further fields, each unless it is None."""
   fields = {name: x for name, x in fields.items() if x is not None}
   return {**(prompt if isinstance(prompt, dict) else {"prompt": prompt}), **fields} if fields else prompt
 

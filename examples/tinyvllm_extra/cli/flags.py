@@ -6,9 +6,10 @@ from typing import Any, NoReturn, get_args, get_origin
 from tinyvllm.config import InputError, JsonObject, Options, check, logger, option, read_json
 from tinyvllm_extra import options, vllm_options
 
-# Groups of --help (only --help-all shows other flags), variables: arguments of add_argument, by name; llama.cpp's
-# letters, units of integers, `tinyvllm run`'s defaults, values of a bool's environment variable, arguments of
-# add_argument for --log-level, and commands: arguments: of add_argument, by flag; variables of their own
+# Groups of flags in --help, which environment variables set, too (only --help-all shows other flags), variables:
+# arguments of add_argument, by name; llama.cpp's letters, units of integers, `tinyvllm run`'s defaults, values of a
+# bool's environment variable, arguments of add_argument for --log-level, and commands: arguments: of add_argument, by
+# flag; variables of their own
 FLAGS = read_json(pathlib.Path(__file__).with_suffix(".json"))
 FLAG_SYNTAX = re.compile(r"(--?[A-Za-z][\w-]*)((?:\.[\w-]+)*)(=.*)?", re.DOTALL)   # name, .keys, =value
 
@@ -70,8 +71,6 @@ class CommandParser(argparse.ArgumentParser):
     super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=form, **options)
     self.commands: dict[str, CommandParser] = {}      # empty in the parser of a command
     self.words: list[str] = []                        # names of optional words, such as "model"
-    # Flags that the environment variable TINYVLLM_<NAME> may set, too, by name
-    self.variables: dict[str, argparse.Action] = {}
     self.source = ""                                  # start of error messages
 
   def parse_options(self, source: str, words: list[str]) -> JsonObject:
@@ -103,8 +102,7 @@ def add_flags(command: CommandParser, words: str, argv: list[str], *classes: typ
     group = command.add_argument_group(title) if title else command
     for name in [name for name in names if name in forms]:
       form = forms.pop(name) | ({"help": argparse.SUPPRESS} if title in rare and "--help-all" not in argv else {})
-      action = group.add_argument(*FLAGS["letters"].get(name, ()), flag_of(name), **form)
-      if title not in rare: command.variables[name] = action
+      group.add_argument(*FLAGS["letters"].get(name, ()), flag_of(name), **form)
   for name, values in vllm_options.NO_EFFECT.items():
     form = {"type": parse_value, **({"nargs": "+"} if name in vllm_options.TABLE["lists"] else {})}
     if values and isinstance(values[0], bool): form = {"action": argparse.BooleanOptionalAction}
@@ -124,10 +122,10 @@ def parse_flags(parser: CommandParser, argv: list[str]) -> JsonObject:
   names = [name for name in command.words if name not in args]
   if words[len(names):]: command.error(f"unrecognized arguments: {' '.join(words[len(names):])}")
   args |= {"command": argv[0], "variables": {}, **dict(zip(names, words, strict=False))}
-  for name, action in command.variables.items():
+  for name in [name for names in FLAGS["groups"].values() for name in names]:
     variable = f"TINYVLLM_{name.upper()}"
-    text = os.environ.get(variable)
-    if not text or name in args: continue
+    text, action = os.environ.get(variable), command._option_string_actions.get(flag_of(name))
+    if not text or not action or name in args: continue
     value = FLAGS["switch"].get(text, text) if isinstance(action, argparse.BooleanOptionalAction) else text
     args |= command.parse_options(f"{variable}={text!r}", to_words({name: value}))
     args["variables"][name] = variable

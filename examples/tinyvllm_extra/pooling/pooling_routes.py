@@ -42,8 +42,7 @@ def check_number(name: str, texts: Texts) -> None:
 class PoolingServing(Serving):
   """A server's routes, also for embeddings and scores."""
   async def embeddings(self, body: EmbeddingRequest) -> Response:
-    is_one = isinstance(body.input, str) or isinstance((body.input or [None])[0], int)
-    texts = [body.input] if is_one else body.input
+    texts = body.input
     check_number("input", texts)
     check(all(texts), "input: each text must have at least one token")
     for x in texts: check_ids(self.engine.model_config.vocab_size, input=x if isinstance(x, list) else None)

@@ -1,7 +1,7 @@
 """/v1/responses and /v1/messages, the protocols of coding agents. Both translate their body into a chat, and answer
 with a list of blocks of text, reasoning or tool calls."""
 import pathlib, re
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 
@@ -220,8 +220,8 @@ class ResponsesBuilder(answers.BlockBuilder):
   """Writes a response object, or all events up to response.completed."""
   templates = TABLES["responses"]
 
-  def __init__(self, source: ResponsesRequest, job: answers.Job):
-    super().__init__(job)
+  def __init__(self, source: ResponsesRequest, *generation: Any):
+    super().__init__(*generation)
     fields = TABLES["echo"] | source.model_dump(by_alias=True, exclude_unset=True, include={*TABLES["echo"]})
     fields["tools"] = [tool.model_dump(exclude_unset=True) for tool in functions_of(source)]
     self.echo = {f"${name}": x for name, x in fields.items()}
@@ -232,5 +232,5 @@ class ResponsesBuilder(answers.BlockBuilder):
     values = {**super().values(), **self.echo, "$status": status, "$event": f"response.{status}",
               "$error": self.error and {"code": "server_error", "message": self.error["message"]},
               "$details": {"reason": "max_output_tokens"} if is_cut else None,
-              "$temperature": self.job.params.temperature, "$top_p": self.job.params.top_p}
+              "$temperature": self.params.temperature, "$top_p": self.params.top_p}
     return {**values, "$usage": answers.fill(self.templates["usage"], values) if self.end and not self.error else None}

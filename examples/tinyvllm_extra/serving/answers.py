@@ -1,6 +1,6 @@
 """Answers as one JSON response, or a stream of server-sent events: choices in OpenAI's formats with vLLM's extra
-fields, or blocks in the formats of agents.py. A builder writes the answer to one request body. No function here runs a
-request."""
+fields, or blocks in the formats of agents.py. A builder is the generation for one request body, and writes its answer.
+No function here runs a request."""
 import collections, dataclasses, itertools, time, uuid
 from typing import Any, NamedTuple
 
@@ -27,24 +27,24 @@ def usage_of(prompt: int, generated: int) -> JsonObject:
 
 
 @dataclasses.dataclass
-class Job:
-  """A generation: the builder of its answer reads it."""
+class Generation:
+  """The requests of a body, and what their answer depends on."""
   body: GenerationRequest
   id: str
   model_name: str
   params: SamplingParams
   tokenizer: huggingface.ChatTokenizer
   output_format: OutputFormat
-  prompt_end: str   # of a chat, see Parser
+  prompt_end: str   # a chat's, see Parser
   requests: list[engine.Request]   # one for each prompt
+  created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
-  def __post_init__(self) -> None: self.created = int(time.time())
-
+  def __post_init__(self) -> None: ...   # for subclasses
   def usage(self) -> JsonObject:
     cached = sum(request.sequences[0].num_cached or 0 for request in self.requests)
     return {**usage_of(*num_tokens(self.requests)), "prompt_tokens_details": {"cached_tokens": cached}}
 
-  def parsers(self) -> list[Parser]:
+  def new_parsers(self) -> list[Parser]:
     """Return the parser of each sample's text."""
     functions = tools.callable_functions(tools_of(self.body), self.body.tool_choice)
     parallel = self.body.parallel_tool_calls is not False
@@ -65,24 +65,22 @@ def event(content: JsonObject) -> bytes:
   return b"%bdata: %b\n\n" % (name, orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS))   # token ids are keys
 
 
-class ChoicesBuilder:
+class ChoicesBuilder(Generation):
   """Writes an answer that has choices, one for each sample of each prompt. Subclasses write the choice objects."""
   kind = ""            # start of the answer's id
   objects = ("", "")   # types of a whole answer and of a chunk
 
-  def __init__(self, job: Job):
+  def __post_init__(self) -> None:
     """Raises InputError if a prompt and the requested output exceed the context, as vLLM does."""
-    self.job = job
-    self.body = body = job.body
-    size = isinstance(body, ChatCompletionRequest) and body.max_completion_tokens or body.max_tokens or 0
-    self.sequences = [seq for request in job.requests for seq in request.sequences]   # by choice
+    size = isinstance(self.body, ChatCompletionRequest) and self.body.max_completion_tokens or self.body.max_tokens or 0
+    self.sequences = [seq for request in self.requests for seq in request.sequences]   # by choice
     for seq in self.sequences:
-      check(seq.num_prompt + size <= seq.max_len or job.params.max_tokens != size,   # --override-generation-config
+      check(seq.num_prompt + size <= seq.max_len or self.params.max_tokens != size,   # --override-generation-config
             f"This model's maximum context length is {seq.max_len} tokens. However, you requested {size} output tokens "
             f"and your prompt contains {seq.num_prompt} input tokens: request at most {seq.max_len - seq.num_prompt}")
-    self.head: JsonObject = {"id": f"{self.kind}-{job.id}", "created": job.created, "model": job.model_name,
-                             "object": self.objects[bool(body.stream)]}
-    options = body.stream_options or StreamOptions()
+    self.head: JsonObject = {"id": f"{self.kind}-{self.id}", "created": self.created, "model": self.model_name,
+                             "object": self.objects[bool(self.body.stream)]}
+    options = self.body.stream_options or StreamOptions()
     self.has_running_usage = options.continuous_usage_stats and options.include_usage is not False   # in each chunk
     if options.include_usage or self.has_running_usage: self.head["usage"] = None   # until the last chunk
     self.num_generated = collections.Counter[int]()   # tokens so far, by choice
@@ -93,15 +91,15 @@ class ChoicesBuilder:
     raise NotImplementedError
 
   def response(self) -> JsonObject:
-    outputs = enumerate(request.output() for request in self.job.requests)
-    choices = [self.choice(i * self.job.params.n + x.index, output, x) for i, output in outputs for x in output.outputs]
-    return self.wrap(choices, usage=self.job.usage())
+    outputs = enumerate(request.output() for request in self.requests)
+    choices = [self.choice(i * self.params.n + x.index, output, x) for i, output in outputs for x in output.outputs]
+    return self.wrap(choices, usage=self.usage())
 
   def first_events(self, output: RequestOutput) -> bytes: return b""   # before all others
 
   def events(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
     """Return the events of a sample with new tokens."""
-    index = prompt_index * self.job.params.n + completion.index
+    index = prompt_index * self.params.n + completion.index
     choice = self.choice(index, output, completion)
     self.num_generated[index] += len(completion.token_ids)
     return self.chunk(choice)
@@ -109,7 +107,7 @@ class ChoicesBuilder:
   def last_events(self, error: Exception | None = None) -> bytes:
     """Return the events after all samples have finished, or instead of them the event of an internal error."""
     if error: return event(internal_error(error))
-    usage = event(self.wrap([], usage=self.job.usage())) if "usage" in self.head else b""
+    usage = event(self.wrap([], usage=self.usage())) if "usage" in self.head else b""
     return usage + b"data: [DONE]\n\n"
 
   def wrap(self, choices: list[JsonObject], **fields: object) -> JsonObject:
@@ -150,7 +148,7 @@ class ChoicesBuilder:
 
   def piece(self, before: list[int], token: int, skip: bool = False) -> str:
     """Return a token's text after the token `before`: alone, some tokens lose their space."""
-    decode = self.job.tokenizer.decode
+    decode = self.tokenizer.decode
     return decode([*before, token], skip)[len(decode(before, skip)):]
 
 
@@ -164,7 +162,7 @@ class CompletionBuilder(ChoicesBuilder):
       completion = dataclasses.replace(completion, text="", token_ids=[], logprobs=completion.logprobs and [])
     is_first = not self.num_generated[index]
     is_echo = is_first and self.body.echo
-    prompt = output.prompt or self.job.tokenizer.decode(output.prompt_token_ids, False) if is_echo else ""
+    prompt = output.prompt or self.tokenizer.decode(output.prompt_token_ids, False) if is_echo else ""
     rows = [x or {} for x in output.prompt_logprobs or ()] if is_echo else []
     num_exact = len(output.prompt_token_ids) if is_echo and output.prompt is None else 0
     logprobs = None if completion.logprobs is None else self.logprobs(
@@ -174,7 +172,7 @@ class CompletionBuilder(ChoicesBuilder):
 
   def logprobs(self, index: int, tokens: list[Token], num_exact: int) -> JsonObject:
     """Return new tokens in OpenAI's format. num_exact: tokens at the start whose text is complete, even if special."""
-    skip = self.job.params.skip_special_tokens
+    skip = self.params.skip_special_tokens
     lengths = [len(self.piece(x.before, x.id, skip and n >= num_exact)) for n, x in enumerate(tokens)]
     *offsets, self.offsets[index] = itertools.accumulate(lengths, initial=self.offsets[index])
     return {"tokens": [self.label(x.before, x.id) for x in tokens], "text_offset": offsets,
@@ -196,9 +194,9 @@ class ChatBuilder(ChoicesBuilder):
   kind = "chatcmpl"
   objects = ("chat.completion", "chat.completion.chunk")
 
-  def __init__(self, job: Job):
-    super().__init__(job)
-    self.parsers = job.parsers()   # by choice
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    self.parsers = self.new_parsers()   # by choice
     last = self.body.messages[-1]
     # The answer continues the last message if the template does not start a new one
     is_new = self.body.add_generation_prompt is not False and not self.body.continue_final_message
@@ -206,13 +204,13 @@ class ChatBuilder(ChoicesBuilder):
     self.echoed = chat_template.plain_text(last) if self.body.echo and last.get("role") == self.role else ""
 
   def response(self) -> JsonObject:
-    return {**super().response(), **self.prompt_fields(self.job.requests[0].output())}
+    return {**super().response(), **self.prompt_fields(self.requests[0].output())}
 
   def first_events(self, output: RequestOutput) -> bytes:
     deltas = [({"role": self.role, "content": ""}, self.prompt_fields(output))]
     if self.echoed: deltas.append(({"content": self.echoed}, {}))
     return b"".join(self.chunk({"index": i, "delta": delta, "logprobs": None, "finish_reason": None}, **fields)
-                    for delta, fields in deltas for i in range(self.job.params.n))
+                    for delta, fields in deltas for i in range(self.params.n))
 
   def choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> JsonObject:
     tokens = self.tokens(index, completion.logprobs or [])
@@ -245,9 +243,9 @@ class ChatBuilder(ChoicesBuilder):
     rows = token.logprobs
     def entry(i: int) -> JsonObject:
       text = self.piece(token.before, i)
-      raw = text.encode() if text and "\ufffd" not in text else self.job.tokenizer.token_bytes(i)
+      raw = text.encode() if text and "\ufffd" not in text else self.tokenizer.token_bytes(i)
       return {"token": self.label(token.before, i), "logprob": rows[i].logprob, "bytes": [*raw]}
-    k = self.job.params.logprobs or 0
+    k = self.params.logprobs or 0
     best = sorted((i for i in rows if k == -1 or rows[i].rank <= k), key=lambda i: (rows[i].rank, i))
     return {**entry(token.id), "top_logprobs": [*map(entry, best)]}
 
@@ -260,14 +258,13 @@ def fill(template: object, values: JsonObject) -> Any:
   return values[template] if template in values else template.replace("$id", values["$id"])
 
 
-class BlockBuilder:
+class BlockBuilder(Generation):
   """Writes an answer that is a list of blocks of text, reasoning or tool calls. At most the last block is open.
   The answer has templates as a block has. Subclasses add values of the answer. templates: see TABLES of agents.py."""
   templates: JsonObject
 
-  def __init__(self, job: Job):
-    self.job = job
-    self.parser, = job.parsers()
+  def __post_init__(self) -> None:
+    self.parser, = self.new_parsers()
     self.event_numbers = itertools.count()
     self.blocks: list[JsonObject] = []   # values by name; of a call, $text is its arguments
     self.end: CompletionOutput | None = None   # the last output
@@ -276,7 +273,7 @@ class BlockBuilder:
   is_cut = property(lambda self: self.end is not None and self.end.finish_reason != "stop")
 
   def response(self) -> JsonObject:
-    output = self.job.requests[0].output()
+    output = self.requests[0].output()
     self.events(0, output, output.outputs[0])
     return self.whole(self.values())
 
@@ -314,9 +311,9 @@ class BlockBuilder:
 
   def values(self) -> JsonObject:
     """Return the values of the answer so far."""
-    num_prompt, num_generated = num_tokens(self.job.requests)
-    num_cached = self.job.requests[0].sequences[0].num_cached or 0
-    return {"$kind": "answer", "$id": self.job.id, "$model": self.job.model_name, "$created": self.job.created,
+    num_prompt, num_generated = num_tokens(self.requests)
+    num_cached = self.requests[0].sequences[0].num_cached or 0
+    return {"$kind": "answer", "$id": self.id, "$model": self.model_name, "$created": self.created,
             "$blocks": [*map(self.whole, self.blocks)], "$input": num_prompt, "$cached": num_cached,
             "$uncached": num_prompt - num_cached, "$output": num_generated if self.end else 0,
             "$total": num_prompt + num_generated}

@@ -10,7 +10,7 @@ from tinyvllm_extra.llm import LLM, LoRARequest, add_fields
 from tinyvllm_extra.text.parsers import OutputFormat, find_format
 
 from . import errors, prometheus, protocol, server_config
-from .answers import BlockBuilder, ChatBuilder, ChoicesBuilder, CompletionBuilder, GenerateBuilder, Job
+from .answers import BlockBuilder, ChatBuilder, ChoicesBuilder, CompletionBuilder, GenerateBuilder
 from .async_engine import AsyncLLM, IndexedOutput, Request
 from .protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest
 
@@ -108,21 +108,20 @@ class Serving:
 
   # Generation
 
-  async def answer(self, body: GenerationRequest, builder_class: Callable[[Job], Builder]) -> Response:
+  async def answer(self, body: GenerationRequest, builder_class: Callable[..., Builder]) -> Response:
     """Run the requests of a body. Return the builder's response, or a stream of its events."""
-    job = await asyncio.to_thread(self.prepare, body)
-    self.check_queue(len(job.requests), job.params.n)   # again: other requests may have arrived in the meantime
-    builder = builder_class(job)
-    steps = self.steps(job.requests)
+    builder = await asyncio.to_thread(self.prepare, body, builder_class)
+    self.check_queue(len(builder.requests), builder.params.n)   # again: others may have arrived in the meantime
+    steps = self.steps(builder.requests)
     outputs = await anext(steps)   # the requests are now in the queue
     if body.stream: return StreamingResponse(self.events(builder, outputs, steps), media_type=EVENT_STREAM)
     async for _ in steps: pass
     # Decoding the tokens of log probabilities is slow
-    has_logprobs = job.params.logprobs is not None or job.params.prompt_logprobs is not None
+    has_logprobs = builder.params.logprobs is not None or builder.params.prompt_logprobs is not None
     return JSONResponse(await asyncio.to_thread(builder.response) if has_logprobs else builder.response())
 
-  def prepare(self, body: GenerationRequest) -> Job:
-    """Return the job of a body. May take long: call it in another thread."""
+  def prepare(self, body: GenerationRequest, builder_class: Callable[..., Builder]) -> Builder:
+    """Return the builder of a body's answer. May take long: call it in another thread."""
     adapter = self.check_model(body.model)
     prompts = protocol.encode_prompts(body, self.engine, self.options.trust_request_chat_template)
     is_chat = isinstance(body, ChatCompletionRequest)
@@ -135,7 +134,7 @@ class Serving:
     extended = [add_fields(x, cache_salt=body.cache_salt, lora_request=adapter) for x in prompts]
     requests = [self.engine.make_request(f"{name}-{i}", x, params, body.priority or 0) for i, x in enumerate(extended)]
     model = adapter.lora_name if adapter else self.names[0]
-    return Job(body, name, model, params, self.engine.tokenizer, self.output_format, prompt_end, requests)
+    return builder_class(body, name, model, params, self.engine.tokenizer, self.output_format, prompt_end, requests)
 
   def check_model(self, name: str | None) -> LoRARequest | None:
     """Return the adapter that a body names as its model, None for the model itself. Raises Refusal."""
@@ -177,7 +176,7 @@ class Serving:
                    steps: AsyncGenerator[list[IndexedOutput], None]) -> AsyncIterator[bytes]:
     """Yield server-sent events. A step's events are yielded together: writing to the socket is their main cost."""
     pending = [builder.first_events(outputs[0][1])]
-    unfinished = {(i, sample) for i in range(len(builder.job.requests)) for sample in range(builder.job.params.n)}
+    unfinished = {(i, sample) for i in range(len(builder.requests)) for sample in range(builder.params.n)}
     try:
       while outputs:
         for i, output in outputs:

@@ -25,9 +25,10 @@ Nothing = pydantic.Field(max_length=0)
 
 
 FailFast = pydantic.Field(fail_fast=True)   # stops at the first error of a list, which may have a million elements
-# One or several prompts, each a string or token ids
-Prompts = (str | Annotated[list[str], FailFast] | Annotated[list[int], FailFast] |
-           Annotated[list[Annotated[list[int], FailFast]], FailFast])
+# One or several prompts, each a string or token ids: the value is a list of prompts
+Prompts = Annotated[str | Annotated[list[str], FailFast] | Annotated[list[int], FailFast] | Annotated[
+  list[Annotated[list[int], FailFast]], FailFast], pydantic.AfterValidator(
+    lambda x: [x] if isinstance(x, str) or x and isinstance(x[0], int) else x)]
 # Names of fields. no_effect: of OpenAI and vLLM, by type; those of no_effect_at are limited to the values for which
 # that is true. refused: they change the answer, and are of other routes or of features that tinyvllm lacks
 FIELDS = read_json(pathlib.Path(__file__).with_suffix(".json"))
@@ -244,8 +245,7 @@ def escapes_of(body: Body, output_format: parsers.OutputFormat, prompt_end: str)
 def encode_prompts(body: GenerationRequest, engine: LLM, trusts_template: bool) -> list[JsonObject]:
   """Return the engine's form of a body's prompts."""
   is_chat = isinstance(body, ChatCompletionRequest)
-  prompts: str | list = chat_text(body, engine.tokenizer, trusts_template) if is_chat else body.prompt
-  if isinstance(prompts, str) or prompts and isinstance(prompts[0], int): prompts = [prompts]
+  prompts = [chat_text(body, engine.tokenizer, trusts_template)] if is_chat else body.prompt
   check(prompts and all(prompts), "prompt: each prompt must have at least one token")
   has_special = body.add_special_tokens or body.add_special_tokens is None and not is_chat
   is_plain = has_special and not is_chat   # the engine encodes like this
