@@ -82,8 +82,7 @@ def make_tokenizer(path: pathlib.Path, metadata: JsonObject, vocab_size: int) ->
   lib = optional("tokenizers", "hf", "a byte-level vocabulary") if model_type == "gpt2" else None
   settings: JsonObject = {"add_bos_token": model_type == "llama" or pre in WHOLE_WORDS}
   settings |= {key: config[key] for key in ("chat_template", "add_bos_token") if key in config}
-  if named: settings["chat_template"] = [{"name": name, "template": text} for name, text in
-                                         {"default": config.get("chat_template"), **named}.items() if text]
+  if named: settings["chat_template"] = {"default": config.get("chat_template", ""), **named}
   try:
     for name in ("bos", "eos"):
       if f"{name}_token_id" in config: settings[f"{name}_token"] = tokens[config[f"{name}_token_id"]]

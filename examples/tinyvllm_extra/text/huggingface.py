@@ -15,10 +15,9 @@ from . import chat_template
 if TYPE_CHECKING: import tokenizers
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")   # a byte in vocabularies with byte fallback
-# Characters that stand for bytes in byte-level vocabularies (GPT-2's bytes_to_unicode)
-SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
-HIDDEN = [i for i in range(256) if i not in SHOWN]
-BYTE_LEVEL = {**{chr(i): i for i in SHOWN}, **{chr(256 + n): i for n, i in enumerate(HIDDEN)}}
+# In byte-level vocabularies, the characters from 256 on that stand for bytes without a glyph in Latin-1; the others
+# stand for their own byte (GPT-2's bytes_to_unicode)
+BYTE_LEVEL = {256 + n: i for n, i in enumerate([*range(33), *range(127, 161), 173])}
 
 
 @dataclasses.dataclass(eq=False)
@@ -78,7 +77,8 @@ class ChatTokenizer(tokenizer.Tokenizer):
     """Return the bytes of a token that may be a part of a character."""
     text, piece = self.decode([i], False), self.pieces([i])[0]
     if "\ufffd" not in text: return (piece.replace("\u2581", " ") if "\u2581" in piece else text).encode()
-    return bytes([int(piece[3:-1], 16)]) if BYTE.fullmatch(piece) else bytes(BYTE_LEVEL.get(x, 63) for x in piece)
+    if BYTE.fullmatch(piece): return bytes.fromhex(piece[3:-1])
+    return piece.translate(BYTE_LEVEL).encode("latin-1", "replace")
 
   def apply_chat_template(self, messages: list[JsonObject], /, add_generation_prompt: bool = True,
                           continue_final_message: bool = False, **variables: Any) -> str:

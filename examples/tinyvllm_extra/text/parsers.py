@@ -213,17 +213,17 @@ class Parser:
       if not (head := MISTRAL.match(self.text)): return self.is_finished and self.reject()
       self.scanned = head.end()
     end = self.value_end(self.section.format == "pythonic")
-    if end is None and not self.is_finished: return False
+    if end is None: return False
     if self.depth[-1] in QUOTED: return self.reject()   # cut off within a string
-    events = read_calls(self.section.format, self.text[:end], self.functions, end is None)
-    return self.deliver_calls(events, len(self.text) if end is None else end)
+    return self.deliver_calls(read_calls(self.section.format, self.text[:end], self.functions, self.is_finished), end)
 
   def deliver_calls(self, events: list[Event], end: int) -> bool:
     for kind, text in events: self.emit(kind, text)
     return self.close(end) if events else self.reject()
 
   def value_end(self, is_python: bool) -> int | None:
-    """Return the end of the first value in brackets, None if it is not complete. Reads each character once."""
+    """Return the end of the first value in brackets, or of the finished text; None if it needs more text. Reads each
+    character once."""
     while match := (QUOTED.get(self.depth[-1]) or BRACKETS[is_python]).search(self.text, self.scanned):
       self.scanned = match.end()
       if match[0] in "[({\"'" and self.depth[-1] not in QUOTED: self.depth.append(match[0])
@@ -231,7 +231,7 @@ class Parser:
         self.depth.pop()
         if len(self.depth) == 1: return match.end()
     self.scanned = max(self.scanned, len(self.text) - self.text.endswith("\\"))
-    return None
+    return len(self.text) if self.is_finished else None
 
   def end_without(self, markers: list[str]) -> int:
     """Return where the text ends, before a possible start of a marker."""
