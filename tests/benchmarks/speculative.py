@@ -34,7 +34,7 @@ import common
 from common import LLM, SamplingParams, Watch
 
 from tinyvllm.request import Sequence
-from tinyvllm_extra.sampling.speculation import Drafter
+from tinyvllm_extra.sampling.speculation import Drafter, SpeculativeProposer
 
 TEXTS = json.loads((Path(__file__).parent / "speculation_tasks.json").read_text())
 STORIES = TEXTS["stories"]   # old: the name that the editing task replaces by new
@@ -166,11 +166,11 @@ def measure_tasks(args: argparse.Namespace) -> bool:
 def wrong_drafts(k: int, vocabulary: int) -> Iterator[None]:
   """Make every sequence verify k draft tokens regardless of acceptance, and n-grams propose random ids."""
   rng = random.Random(0)
-  def needs_sync(drafter, seq: Sequence) -> bool: return True
+  def needs_sync(proposer, seq: Sequence) -> bool: return True
   def propose(drafter, tokens: list[int], n: int) -> list[int]: return [rng.randrange(3, vocabulary) for _ in range(n)]
   with (patch.object(Drafter, "rate", property(lambda drafter: 0.99, lambda drafter, value: None), create=True),
         patch("tinyvllm_extra.sampling.speculation.step_time", lambda tokens: 1),   # k drafts are always worthwhile
-        patch.object(Drafter, "needs_sync", needs_sync),
+        patch.object(SpeculativeProposer, "needs_sync", needs_sync),
         patch.object(Drafter, "propose", propose)): yield
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tinyvllm_extra.sampling.speculation import Drafter
+from tinyvllm_extra.sampling.speculation import Drafter, SpeculativeProposer
 
 from .data import read_data
 from .engines import assert_same_outputs, greedy
@@ -61,8 +61,8 @@ class Oracle:
   def __init__(self, monkeypatch, style="right", seed=0, patience=1.0, model=None):
     self.texts, self.style, self.rng, self.requested_sizes, self.model = [], style, random.Random(seed), [], model
     monkeypatch.setattr(Drafter, "propose", lambda drafter, ids, n: self.propose(list(ids), n))
-    monkeypatch.setattr(Drafter, "needs_sync", lambda drafter, seq: bool(seq.draft_token_ids) or (
-      drafter.rate > 0.1 and self.rng.random() < patience))
+    monkeypatch.setattr(SpeculativeProposer, "needs_sync", lambda proposer, seq: bool(seq.draft_token_ids) or (
+      proposer.drafter(seq).rate > 0.1 and self.rng.random() < patience))
 
   def propose(self, ids, n):
     self.requested_sizes.append(n)

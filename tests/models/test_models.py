@@ -355,7 +355,7 @@ def test_drafts_change_no_ids(folder, ids, monkeypatch):
     rest = next((x[len(seen):] for x in known if x[:len(seen)] == seen), [])[:n]
     return [token if rng.random() < 0.7 else token ^ 1 for token in rest]
   monkeypatch.setattr(speculation.Drafter, "propose", propose)
-  monkeypatch.setattr(speculation.Drafter, "needs_sync", lambda *_: True)
+  monkeypatch.setattr(speculation.SpeculativeProposer, "needs_sync", lambda *_: True)
   llm = LLM(folder, **OPTIONS, speculative_config=DRAFTS)
   for _ in range(2): assert generated(llm, PROMPTS) == ids
   metrics = llm.get_metrics()

@@ -44,8 +44,7 @@ class SamplingParams(CoreSamplingParams):
   spaces_between_special_tokens: dataclasses.InitVar[bool] = option(True, "No effect: the tokenizer adds none")
   extra_args: dataclasses.InitVar[dict | None] = option(None, "Must be None")
 
-  def __post_init__(self, *init_values: Any) -> None:
-    detokenize, limit, _, extra_args = init_values
+  def __post_init__(self, detokenize: bool, limit: int | None, _: bool, extra_args: dict | None) -> None:
     check(not extra_args, "extra_args is not supported: use logit_bias, bad_words or structured_outputs")
     check(limit is None or type(limit) is int and limit > 0, f"truncate_prompt_tokens={limit!r} must be at least 1")
     check(detokenize or not self.stop, "detokenize=False conflicts with stop: use stop_token_ids")

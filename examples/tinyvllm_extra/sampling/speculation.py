@@ -57,10 +57,6 @@ class Drafter:
 
   def num_to_draft(self) -> int: return self.config.num_speculative_tokens or 0 if self.rate > 0.1 else 0
 
-  def needs_sync(self, seq: Sequence) -> bool:
-    has_model = self.config.method != "ngram"   # its KV cache needs every token
-    return bool(has_model or seq.draft_token_ids or self.propose(seq.tokens, min(1, self.num_to_draft())))
-
   def propose(self, tokens: list[int], n: int) -> list[int]:
     """Return up to n draft tokens; zeros if there is a draft model, which replaces them. `tokens` may only grow between
     calls."""
@@ -107,7 +103,9 @@ class SpeculativeProposer:
     if seq not in self.drafters: self.drafters[seq] = Drafter(self.config)
     return self.drafters[seq]
 
-  def needs_sync(self, seq: Sequence) -> bool: return self.drafter(seq).needs_sync(seq)
+  def needs_sync(self, seq: Sequence) -> bool:
+    drafter = self.drafter(seq)   # a draft model needs every token
+    return bool(self.runners or seq.draft_token_ids or drafter.propose(seq.tokens, min(1, drafter.num_to_draft())))
 
   def propose(self, scheduler: Scheduler, batch: dict[Sequence, int]) -> None:
     blocks = scheduler.blocks

@@ -184,12 +184,10 @@ def pythonic_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
   python = {"true": "True", "false": "False", "null": "None"}
   with warnings.catch_warnings(action="ignore"):   # invalid escapes, which keep their backslash
     tree = ast.parse(PYTHON_TOKEN.sub(lambda x: python.get(x[0], x[0]), text.strip()), mode="eval").body
-  calls = []
-  for call in tree.elts if isinstance(tree, ast.List) else []:
-    if not isinstance(call, ast.Call) or call.args: raise ValueError("no call")
-    calls.append((named(ast.unparse(call.func), functions), {str(x.arg): ast.literal_eval(x.value)
-                                                             for x in call.keywords}))
-  return calls
+  calls: list[Any] = tree.elts if isinstance(tree, ast.List) else []
+  if any(call.args for call in calls): raise ValueError("only keywords have names")
+  return [(named(ast.unparse(call.func), functions), {str(x.arg): ast.literal_eval(x.value) for x in call.keywords})
+          for call in calls]   # AttributeError: no call
 
 
 READERS = {   # by the format of a section
