@@ -1,7 +1,7 @@
 """Loads GGUF files (github.com/ggml-org/ggml, docs/gguf.md), which hold the config, the tokenizer and the weights.
 Quantized weights keep their values: q * scale + offset in groups of inputs."""
 import dataclasses, itertools, math, mmap, operator, os, pathlib, struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,14 +95,8 @@ def decode(tensor_type: TensorType, blocks: np.ndarray) -> Quantized:
 class GGUFTensor(weights.StoredTensor):
   """A tensor in a GGUF file."""
   tensor_type: TensorType
-  convert: Callable[[np.ndarray], np.ndarray] = np.asarray   # to the model's values and order of rows
 
   nbytes = property(lambda self: math.prod(self.shape) // self.tensor_type.inputs * np.dtype(self.dtype).itemsize)
-
-  def read(self) -> np.ndarray:
-    """Return the tensor's values in its shape, or the blocks, (rows, blocks per row), of a quantized one."""
-    shape = (*self.shape[:-1], self.shape[-1] // self.tensor_type.inputs)
-    return self.convert(np.memmap(self.path, self.dtype, "c", self.start, shape))
 
   def read_matrix(self, group_size: int | None, bits: int = 8, has_offset: bool = False) -> Matrix:
     """Return a matrix with its exact values, in this format or, without a group size, dequantized."""

@@ -280,16 +280,15 @@ def pad_rows(w: Matrix, count: int) -> Matrix:
 def split(w: Matrix, count: int, axis: int, dtype: DTypeLike = np.float16) -> list[Matrix]:
   """Return equal shards by outputs (axis 0) or inputs (1). The latter are dequantized if the inputs are reordered, or
   if a shard ends within a group or, in int4, within a word of eight."""
-  if count == 1: return [w]
-  if isinstance(w, np.ndarray): return [*np.split(w, count, axis)]
-  groups = w.scale.shape[1]
-  splits_group = groups > 1 and groups % count or w.q.dtype == np.uint8 and len(w.order) // count % 8
-  if axis == 1 and ((np.diff(w.order) != 1).any() or splits_group):
-    logger.warning("a matrix is dequantized: tensor_parallel_size=%d cannot split its groups", count)
-    return [*np.split(dequantize(w, dtype), count, 1)]
+  if axis == 1 and count > 1 and isinstance(w, Quantized):
+    groups = w.scale.shape[1]
+    splits_group = groups > 1 and groups % count or w.q.dtype == np.uint8 and len(w.order) // count % 8
+    if splits_group or (np.diff(w.order) != 1).any():
+      logger.warning("a matrix is dequantized: tensor_parallel_size=%d cannot split its groups", count)
+      w = dequantize(w, dtype)
+    else: w = w._replace(order=np.arange(len(w.order) // count))
   def shard(x: np.ndarray, i: int) -> np.ndarray:   # all inputs may share a scale
     return x if axis == 1 and x.shape[1] == 1 else np.split(x, count, axis)[i]
-  if axis == 1: w = w._replace(order=np.arange(len(w.order) // count))
   return [map_rows(functools.partial(shard, i=i), w) for i in range(count)]
 
 

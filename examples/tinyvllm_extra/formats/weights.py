@@ -1,7 +1,7 @@
 """Loads a model's weights, whatever the format of its files, one tensor at a time. Tensors keep the file's dtype on the
 device if it is narrower than the compute dtype."""
 import collections, dataclasses, errno, math, pathlib, re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -36,25 +36,27 @@ NUMBERS: dict[str, np.dtype] = {   # in quantized matrices
 class StoredTensor:
   """A tensor in a file. Each read maps it anew, as the pages of one map of the file would stay in resident memory."""
   path: pathlib.Path
-  dtype: np.dtype
+  dtype: np.dtype          # of an element, or of a block of GGUF
   shape: tuple[int, ...]
   start: int               # byte offset in the file
-  is_transposed: bool = dataclasses.field(default=False, kw_only=True)   # the file stores rows as columns
+  convert: Callable[[np.ndarray], np.ndarray] = dataclasses.field(default=np.asarray, kw_only=True)   # what is read
 
   nbytes = property(lambda self: math.prod(self.shape) * self.dtype.itemsize)
 
-  T = property(lambda self: dataclasses.replace(self, shape=self.shape[::-1], is_transposed=not self.is_transposed))
+  T = property(lambda self: dataclasses.replace(   # the file stores rows as columns
+    self, shape=self.shape[::-1], convert=lambda x: self.convert(x.reshape(self.shape)).T))
+
+  # The bytes in the file
+  def raw(self) -> np.ndarray: return np.memmap(self.path, np.uint8, "c", self.start, (self.nbytes,))
 
   def read(self) -> np.ndarray:
-    return self.T.read().T if self.is_transposed else np.memmap(self.path, self.dtype, "c", self.start, self.shape)
+    """Return the tensor, or the blocks of a quantized one, (rows, blocks per row)."""
+    return self.convert(self.raw().view(self.dtype).reshape(*self.shape[:-1], -1))
 
   def split(self, names: list[str]) -> dict[str, "StoredTensor"]:
     """Return a matrix for each name: equal parts of this tensor, with its columns."""
     part = dataclasses.replace(self, shape=(math.prod(self.shape[:-1]) // len(names), self.shape[-1]))
     return {name: dataclasses.replace(part, start=self.start + i * part.nbytes) for i, name in enumerate(names)}
-
-  # The bytes in the file
-  def raw(self) -> np.ndarray: return np.memmap(self.path, np.uint8, "c", self.start, (self.nbytes,))
 
 
 T = TypeVar("T", bound=StoredTensor)
