@@ -21,7 +21,7 @@ from tinygrad import Tensor, dtypes, nn
 import tinyvllm
 from tinyvllm import LLM
 from tinyvllm.backend import Backend
-from tinyvllm_extra.formats.gguf_tokenizer import make_tokenizer
+from tinyvllm_extra.formats.gguf import make_tokenizer
 from tinyvllm_extra.formats.hub import open_checkpoint
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.models.matrices import Quantized

@@ -16,7 +16,7 @@ from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import InputError
 from tinyvllm.request import Sequence
 from tinyvllm.tokenizer import TextStream, Tokenizer
-from tinyvllm_extra.formats.gguf_tokenizer import SPLITS, make_tokenizer
+from tinyvllm_extra.formats.gguf import SPLITS, make_tokenizer
 from tinyvllm_extra.formats.hub import open_checkpoint
 from tinyvllm_extra.text.huggingface import load_tokenizer
 
