@@ -19,8 +19,15 @@ def name_of(seq: Sequence) -> str: return f"{seq.request_id}#{seq.index}" if seq
 def milliseconds(start: float, end: float) -> float: return round(1000 * (end - start), 3)
 
 
-def tokens_of(seq: Sequence, positions: range, num_drafts: int, length: int) -> JsonObject:
+# A sequence in a step: the positions that the step computes, the block table, which a sequence leaves unchanged when it
+# ends, and the number of draft tokens
+Scheduled = typing.NamedTuple("Scheduled", [("seq", Sequence), ("positions", range), ("table", list[int]),
+                                            ("num_drafts", int)])
+
+
+def tokens_of(scheduled: Scheduled, length: int) -> JsonObject:
   """Return the tokens of a sequence that a step computed and sampled. length: of the sequence before the results."""
+  seq, positions, _, num_drafts = scheduled
   start, end, sampled = positions.start, positions.stop - num_drafts, seq.tokens[length:]
   return {"id": seq, "kind": "decode" if start >= seq.num_prompt and end == start + 1 else "prefill", "from": start,
           "to": end, "ids": seq.tokens[start:end], "drafts": num_drafts, "accepted": max(0, len(sampled) - 1),
@@ -52,17 +59,12 @@ def stop(lines: collections.deque[JsonObject | None], thread: threading.Thread) 
   if thread is not threading.current_thread(): thread.join()   # it may collect the engine as garbage
 
 
-# A step whose results are not read yet, with its line so far, and when it was scheduled; and of each of its sequences
-# the block table, which it leaves unchanged when it ends, and the number of draft tokens
-Scheduled = typing.NamedTuple("Scheduled", [("step", Step), ("line", JsonObject), ("time", float),
-                                            ("tables", list[list[int]]), ("num_drafts", list[int])])
-
-
 class Tracer:
   """Wraps the methods of an engine that schedule, update and reset steps, and collects a line for each step.
 
-  tables: block tables of the running sequences, as the lines so far describe them. cached: cached blocks. stop: a
-  function that writes the last lines, and closes the file."""
+  tables: block tables of the running sequences, as the lines so far describe them. cached: cached blocks. steps: those
+  whose results are not read yet, each with its line so far, when it was scheduled, and its sequences. stop: a function
+  that writes the last lines, and closes the file."""
   def __init__(self, engine: Engine, scheduler: SnapshotScheduler, file: io.FileIO):
     self.scheduler, self.blocks, self.size = scheduler, engine.blocks, engine.config.block_size
     self.lines = collections.deque[JsonObject | None]([{
@@ -70,7 +72,7 @@ class Tracer:
       "devices": engine.runner.model.devices.names, "num_blocks": self.blocks.num_blocks, "block_size": self.size}])
     self.tables: dict[Sequence, list[int]] = {}
     self.cached = set[int]()
-    self.scheduled = collections.deque[Scheduled]()
+    self.steps = collections.deque[tuple[JsonObject, float, list[Scheduled]]]()
     self.num_steps, self.start, self.graphs = 0, time.perf_counter(), engine.runner.graphs
     self.next_step, self.update, self.reset = engine._next_step, engine._update, engine._reset
     vars(engine).update(_next_step=self.trace_step, _update=self.trace_update, _reset=self.trace_reset)
@@ -84,8 +86,8 @@ class Tracer:
     start = time.perf_counter()
     if step := self.next_step():
       line = self.describe(step, start, time.perf_counter())
-      self.scheduled.append(Scheduled(step, line, time.perf_counter(), [seq.block_table for seq in step.computed],
-                                      [len(seq.draft_token_ids) for seq in step.computed]))
+      scheduled = [Scheduled(seq, x, seq.block_table, len(seq.draft_token_ids)) for seq, x in step.computed.items()]
+      self.steps.append((line, time.perf_counter(), scheduled))
     return step
 
   def describe(self, step: Step, start: float, end: float) -> JsonObject:
@@ -95,7 +97,7 @@ class Tracer:
     tables = self.table_changes(step.computed)
     evicted = [block for change in tables for block in change["new"] if block in self.cached]
     self.cached.difference_update(evicted)
-    return {"step": self.num_steps + len(self.scheduled), "start_ms": milliseconds(self.start, start),
+    return {"step": self.num_steps + len(self.steps), "start_ms": milliseconds(self.start, start),
             "host_ms": milliseconds(start, end), "waiting": scheduler.waiting[:100],
             "num_waiting": len(scheduler.waiting), "running": [*scheduler.running], "preempted": preempted,
             "tables": tables, "evicted": evicted, "graph": {
@@ -119,29 +121,27 @@ class Tracer:
     return changes
 
   def trace_update(self, results: Results) -> None:
-    step, line, end, _, num_drafts = self.scheduled[0]
-    lengths = [len(seq.tokens) for seq in step.computed]
+    line, end, scheduled = self.steps[0]
+    lengths = [len(x.seq.tokens) for x in scheduled]
     start = time.perf_counter()
     self.update(results)
     line["host_ms"] = round(line["host_ms"] + milliseconds(start, time.perf_counter()), 3)
-    line |= {"device_ms": milliseconds(end, start), "tokens": [
-      tokens_of(*x) for x in zip(step.computed, step.computed.values(), num_drafts, lengths, strict=True)]}
+    line |= {"device_ms": milliseconds(end, start), "tokens": [*map(tokens_of, scheduled, lengths)]}
     self.finish()
 
   def finish(self) -> None:
     """Collect the line of the oldest step, with the blocks that its results cached, and the changes of block tables by
     its results, unless a later step was scheduled before."""
-    step, line, _, tables, _ = self.scheduled.popleft()
-    line["cached"] = [[block, self.blocks.block_hashes[block].hex()[:16]]
-                      for positions, table in zip(step.computed.values(), tables, strict=True)
-                      for block in table[positions.start // self.size:positions.stop // self.size]
+    line, _, scheduled = self.steps.popleft()
+    line["cached"] = [[block, self.blocks.block_hashes[block].hex()[:16]] for x in scheduled
+                      for block in x.table[x.positions.start // self.size:x.positions.stop // self.size]
                       if block not in self.cached and self.blocks.is_cached(block)]
     self.cached.update(block for block, _ in line["cached"])
-    self.lines.append(line | {"tables_after": [] if self.scheduled else self.table_changes({})})
+    self.lines.append(line | {"tables_after": [] if self.steps else self.table_changes({})})
     self.num_steps += 1
 
   def trace_reset(self) -> None:
     self.reset()
-    for scheduled in [*self.scheduled]:
-      scheduled.line.update(tokens=[], device_ms=None, failed=True)
+    for line, *_ in [*self.steps]:
+      line.update(tokens=[], device_ms=None, failed=True)
       self.finish()
