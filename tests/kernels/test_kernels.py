@@ -12,8 +12,8 @@ from tinygrad import Device, dtypes
 from tinyvllm.backend import scatter_kernel
 from tinyvllm_extra.kernels import cuda_source, generic as attention, products, matmul
 from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear, FastNorm
-from tinyvllm_extra.models.matrices import reorder
 from tinyvllm_extra.formats.quantization import Quantized, dequantize, quantize
+from tinyvllm_extra.models.matrices import reorder
 
 MATRICES = read_data("kernel_cases.json")["matrices"]
 KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}   # dtype, tolerance for rounding
@@ -80,7 +80,8 @@ def test_gate_up_equals_numpy_and_is_one_tensor_core_kernel(inputs, size, bias, 
 
 
 def set_min_groups(monkeypatch, count):
-  tiles = {key: [x._replace(min_groups=count) for x in tiles] for key, tiles in products.TABLES.items()}
+  changed = {"min_groups": count}
+  tiles = {key: [products.Tiles(**vars(x) | changed) for x in tiles] for key, tiles in products.TABLES.items()}
   monkeypatch.setattr(products, "TABLES", tiles)
 
 

@@ -95,11 +95,9 @@ class FastLinear(Linear):
     num_rows = count or x.max_shape[0] * (tiles.splits if tiles else 1)
     width = self.out_features // self.num_experts // (1 + bool(activation))
     out = new(x, num_rows, width, dtype=dtype) if total is None else total
-    if tiles: return products.multiply(self, out, x, tiles, activation, row_groups, count)
-    tensors = {"x": x, "weight": self.weight, **self.scales, "bias": self.bias, "row_groups": row_groups}
-    if uses_c(self, x): return multiply_c(self, out, x, activation, row_groups, tensors)
+    if tiles or uses_c(self, x): return products.multiply(self, out, x, tiles, activation, row_groups, count)
     def run(operands: dict[str, UOp]) -> UOp: return linear_kernel(self, **operands)
-    return call(run, out=out, **tensors)[0]
+    return call(run, out=out, x=x, weight=self.weight, **self.scales, bias=self.bias, row_groups=row_groups)[0]
 
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
     # In two steps: tinygrad 0.14 makes two kernels of an index in 2**15 or more rows
@@ -134,24 +132,6 @@ class FastExperts(FastLinear):
 # Whether linear.c can read W, and multiply it by x
 def fits_c(layer: FastLinear) -> bool: return layer.weight.max_shape[2:] == (16,) and cuda_source.speaks_c()
 def uses_c(layer: FastLinear, x: Tensor) -> bool: return x.dtype == dtypes.float32 and fits_c(layer)
-
-
-def multiply_c(layer: FastLinear, out: Tensor, x: Tensor, activation: str, row_groups: Tensor | None,
-               tensors: dict[str, Tensor | None]) -> Tensor:
-  """Return `out` with the products of linear.c. tensors: the layer's, x and row_groups."""
-  sizes = products.sizes_of(layer, x, row_groups, activation)
-  T, K, N, num_rows = [sizes[name] for name in ("T", "K", "N", "NUM_ROWS")]
-  rows = min(num_rows, 64, max(8, 2**18 // K))   # that a core copies or quantizes at a time: they fit its cache
-  blocks, cores = sizes["NUM_GROUPS"] * -(-num_rows // rows), cpu_cores() if out.max_shape[0] * K * N > 2**17 else 1
-  row_parts = 1 if row_groups is not None else gcd(blocks, cores)
-  types = {"weight": layer.weight, "scale": layer.weight, "offset": layer.weight, **layer.scales}
-  launch = cuda_source.Launch(f"linear_c_{T}_{K}_{N}", "linear.c", {
-    **sizes, **{name.upper(): w.dtype.name for name, w in types.items()}, "X_GROUP": gcd(32, K // sizes["GROUPS"]),
-    "IS_INT": int(layer.has_8bit_inputs), "ROWS_OUT": out.max_shape[0], "BLOCK_ROWS": rows, "BLOCKS": blocks,
-    "ROW_PARTS": row_parts, "OUTPUT_PARTS": cores // row_parts, "half": "_Float16",
-    "ACTIVATED(x)": products.ACTIVATIONS[activation], "__expf(x)": "tv_exp2((x) * 1.44269504f)"}, (cores, 1, 1))
-  scratch = new(x, cpu_cores() * rows * 4 * (K + 16), dtype=dtypes.uint8)   # x, or its q, scales and sums
-  return cuda_source.run(lambda _: launch, out=out, scratch=scratch, **tensors)[0]
 
 
 def store(out: UOp, value: UOp, row: UOp, column: UOp) -> UOp:

@@ -1,11 +1,11 @@
-"""Matrix products on NVIDIA tensor cores: linear.cu and, on Hopper, wgmma.cu."""
-import contextvars, ctypes, functools, json, math, pathlib
-from typing import TYPE_CHECKING, NamedTuple
+"""Matrix products from sources: linear.cu and, on Hopper, wgmma.cu for NVIDIA tensor cores, and linear.c for CPUs."""
+import contextvars, ctypes, dataclasses, functools, json, math, pathlib
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tinygrad import Device, Tensor, dtypes
 
-from tinyvllm.backend import TOKENS
+from tinyvllm.backend import TOKENS, cpu_cores
 
 from . import cuda_source
 from .buffers import new, new_tensor
@@ -23,7 +23,8 @@ COUNT = TOKENS.num_words + 1   # row of `tokens` that holds the number of tokens
 current: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("current", default=None)
 
 
-class Tiles(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Tiles:
   """Sizes of a work group, whose warps share x and W in shared memory."""
   n_tiles: int  # tiles of 16 outputs per warp
   t_tiles: int  # tiles of 8 rows of x per warp
@@ -35,11 +36,8 @@ class Tiles(NamedTuple):
   deep: int = 1           # groups of warps that divide K
   splits: int = 1         # work groups per sum (split-K)
 
-  @property
-  def outputs(self) -> int: return 16 * self.n_tiles * self.wide
-
-  @property
-  def rows(self) -> int: return 8 * self.t_tiles * self.high
+  outputs = property(lambda self: 16 * self.n_tiles * self.wide)
+  rows = property(lambda self: 8 * self.t_tiles * self.high)
 
 
 # The first ones with a fitting number of work groups are used, those for few rows also if there are fewer than their
@@ -77,7 +75,7 @@ def candidates(layer: "FastLinear", x: Tensor, row_groups: Tensor | None = None)
     return has_memory and fits_rows and N % x.outputs == 0 and (any_blocks or x.min_groups <= blocks <= x.max_groups)
   many, few = [TABLES[f"{rows} {'quantized' if layer.scales else 'floats'}"] for rows in ("many", "few")]
   short = [Tiles(4, max(1, T // 8), 4, 1, 2, 0)] if row_groups is not None and K <= 64 else []   # for LoRA's B
-  tiles = short + [x._replace(splits=n) for x in many for n in range(1, limit + 1) if limit % n == 0] + few
+  tiles = short + [dataclasses.replace(x, splits=n) for x in many for n in range(1, limit + 1) if limit % n == 0] + few
   first = next(filter(fits, tiles))
   key = f"linear {T} {K} {N} {layer.number_format.bits} {num_groups} {first.splits}"
   return key, [first, *[x for x in tiles if fits(x, True) and x.splits == first.splits and x != first]]
@@ -94,24 +92,25 @@ def sizes_of(layer: "FastLinear", x: Tensor, row_groups: Tensor | None = None, a
           "ADDS": int(layer.adds)}
 
 
-def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles, activation: str,
+def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles | None, activation: str,
              row_groups: Tensor | None = None, count: int = 0) -> Tensor:
   """Return `out` with x @ W.T + bias or a GateUp's activations: (T, N), or with split-K one (T, N) per split, stacked
-  along the first axis. Rows of the step's padding are undefined. row_groups, count: see matmul.FastLinear.multiply."""
+  along the first axis. Rows of the step's padding are undefined. tiles: None for linear.c. row_groups, count: see
+  matmul.FastLinear.multiply."""
   sizes = sizes_of(layer, x, row_groups, activation)
   T, K = sizes["T"], sizes["K"]
+  sizes["ROWS_OUT"] = count or T
   tokens = current.get() if row_groups is None else None
   if tokens is not None and tokens.shape != (COUNT + 1, T): tokens = None   # without their number, or of other rows
   definitions: dict[str, object] = {
-    **sizes, **{name.upper(): n for name, n in tiles._asdict().items()}, "ROWS": tiles.rows, "OUTPUTS": tiles.outputs,
-    "ROWS_OUT": count or out.max_shape[0] // tiles.splits, "IS_FLOAT32": int(out.dtype == dtypes.float32),
+    **sizes, "IS_FLOAT32": int(out.dtype == dtypes.float32), "ACTIVATED(x)": ACTIVATIONS[activation],
     "TYPE": f'"{cuda_source.TYPES.get(x.dtype, "f16")}"',   # in PTX, as a string in C
-    "ROWS_OF_STEP": sizes["NUM_ROWS"] if tokens is None else f"tokens[{COUNT * T}]",   # without padding
-    "ACTIVATED(x)": ACTIVATIONS[activation]}
-  if tiles.buffers or layer.flags is None: launch, scratch = launch_linear(sizes, definitions, tiles), {}
+    "ROWS_OF_STEP": sizes["NUM_ROWS"] if tokens is None else f"tokens[{COUNT * T}]"}   # without padding
+  if tiles is None: launch, scratch = launch_c(layer, x, sizes, definitions)
+  elif tiles.buffers or layer.flags is None: launch, scratch = launch_linear(sizes, definitions, tiles), {}
   else:
     is_e4m3, num_flags = layer.has_e4m3_inputs, int(layer.flags.shape[0])   # eight of each block
-    definitions["IS_E4M3"] = int(is_e4m3)
+    definitions |= {"ROWS": tiles.rows, "IS_E4M3": int(is_e4m3)}
     macros = {name: definitions[name] for name in ("T", "K", "ROWS", "ROWS_OF_STEP", "TYPE", "IS_E4M3")}
     packed = new(x, T, K + 4, dtype=dtypes.uint8) if is_e4m3 else new(x, T, K)   # with a scale per row
     pack = cuda_source.Launch(f"pack_{T}_{K}", "pack.cu", macros, (T, 1, 1), 256, 32)
@@ -126,13 +125,30 @@ def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles, activati
                          bias=layer.bias, row_groups=row_groups)[0]
 
 
+def launch_c(layer: "FastLinear", x: Tensor, sizes: dict[str, int],
+             definitions: dict[str, object]) -> tuple[cuda_source.Launch, dict[str, Tensor]]:
+  """Return the launch of linear.c, and its memory by name."""
+  K, work = sizes["K"], sizes["ROWS_OUT"] * sizes["K"] * sizes["N"]
+  rows = min(sizes["NUM_ROWS"], 64, max(8, 2**18 // K))   # that a core copies or quantizes at once, in its cache
+  blocks, cores = sizes["NUM_GROUPS"] * -(-sizes["NUM_ROWS"] // rows), cpu_cores() if work > 2**17 else 1
+  row_parts = 1 if sizes["ROW_GROUP"] else math.gcd(blocks, cores)
+  types = {"weight": layer.weight, "scale": layer.weight, "offset": layer.weight, **layer.scales}
+  own = {"IS_INT": int(layer.has_8bit_inputs), "X_GROUP": math.gcd(32, K // sizes["GROUPS"]), "BLOCKS": blocks,
+         "BLOCK_ROWS": rows, "ROW_PARTS": row_parts, "OUTPUT_PARTS": cores // row_parts, "half": "_Float16",
+         "__expf(x)": "tv_exp2((x) * 1.44269504f)", **{name.upper(): w.dtype.name for name, w in types.items()}}
+  scratch = new(x, cpu_cores() * rows * 4 * (K + 16), dtype=dtypes.uint8)   # x, or its q, scales and sums
+  name = f"linear_c_{sizes['T']}_{K}_{sizes['N']}"
+  return cuda_source.Launch(name, "linear.c", definitions | own, (cores, 1, 1)), {"scratch": scratch}
+
+
 def launch_linear(sizes: dict[str, int], definitions: dict[str, object], tiles: Tiles) -> cuda_source.Launch:
   """Return the launch of linear.cu."""
   N, K, bits = sizes["N"], sizes["K"], sizes["BITS"]
   row_tiles, sets = -(-sizes["NUM_ROWS"] // tiles.rows), max(1, sizes["GROUPS"] * 32 // K)
   buffer = tiles.rows * 64 + tiles.outputs * 4 * (bits + (bits < 16) * sets)   # bytes
   ring = max(tiles.buffers * buffer, tiles.rows * tiles.outputs * 4 * (tiles.deep > 1))   # finally holds sums
-  own = {"BUFFER": buffer, "RING": ring, "ROW_TILES": row_tiles}
+  own = {**{name.upper(): n for name, n in vars(tiles).items()}, "ROWS": tiles.rows, "OUTPUTS": tiles.outputs,
+         "BUFFER": buffer, "RING": ring, "ROW_TILES": row_tiles}
   blocks = row_tiles * sizes["NUM_GROUPS"], N // tiles.outputs, tiles.splits
   threads = 32 * tiles.wide * tiles.high * tiles.deep
   return cuda_source.Launch(f"linear_{N}_{K}", "linear.cu", definitions | own, blocks, threads, tiles.deep * ring)
