@@ -101,7 +101,7 @@ class CPUGraph(jit.GraphRunner):
         concurrent.futures.wait(others)
 
 
-def run_captured(self: jit.CapturedJit, *inputs: object, run: Callable = jit.CapturedJit.__call__) -> object:
+def run_captured(self: jit.CapturedJit, run: Callable, *inputs: object) -> object:
   """Run a captured step, or only build its graphs in the thread CAPTURES, whose steps are padding and would delay those
   of other threads. Replaces CapturedJit.__call__."""
   if threading.current_thread().name != CAPTURES: return run(self, *inputs)
@@ -111,10 +111,9 @@ def run_captured(self: jit.CapturedJit, *inputs: object, run: Callable = jit.Cap
   return self.ret
 
 
-def allocate(self: CPUAllocator, size: int, options: device.BufferSpec,
-             plain: Callable[..., HCQBuffer] = CPUAllocator._alloc) -> HCQBuffer:
+def allocate(self: CPUAllocator, plain: Callable, size: int, options: device.BufferSpec) -> HCQBuffer:
   """Allocate a CPU buffer in a chunk of huge pages, next to the previous buffer. Replaces CPUAllocator._alloc. Calls
-  hold the lock of lock_allocators."""
+  hold a lock, see tinygrad_patches.apply."""
   if options.external_ptr is not None: return plain(self, size, options)
   chunk = vars(self).get("chunk")
   if chunk is None or size > len(chunk) - chunk.tell():
