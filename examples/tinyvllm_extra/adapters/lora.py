@@ -28,7 +28,6 @@ TENSOR = re.compile(rf"base_model\.model\.({MATRIX})\.lora_([AB])\.weight")
 # other variants and initializations also change the model, or the base weights (PiSSA, OLoRA)
 FIELDS = read_json(pathlib.Path(__file__).with_name("peft_fields.json"))
 Pairs = dict[str, tuple[np.ndarray, np.ndarray]]   # A, (rank, in), and B with its scale, (out, rank), by matrix
-SLOT = [*TOKENS.formats].index("slot")
 # While a step with adapters is traced: its tokens grouped by adapter, see FastExperts.group_rows
 groups = contextvars.ContextVar[Tensor | None]("groups", default=None)
 
@@ -186,16 +185,14 @@ class LoRARunner(Runner):
     return super().choose_key(key)
 
   def launch(self, step: Step) -> Callable[[], Results]:
-    of_sequence, loaded = self.adapters.of_sequence, self.adapters.loaded
-    indices = {seq.slot: loaded.index(of_sequence.get(seq)) for seq in step.computed}
-    if any(self.indices[slot] != index for slot, index in indices.items()):
-      for slot, index in indices.items(): self.indices[slot] = index
-      upload(self.table, self.indices)
+    of_sequence, loaded, before = self.adapters.of_sequence, self.adapters.loaded, self.indices.copy()
+    for seq in step.computed: self.indices[seq.slot] = loaded.index(of_sequence.get(seq))
+    if (self.indices != before).any(): upload(self.table, self.indices)
     return super().launch(step)
 
   def _compute(self, words: Tensor, key: GraphKey) -> list[Tensor]:
     if not (key.plan and key.plan.has_adapters): return super()._compute(words, key)
-    slots = words[SLOT * key.num_tokens:(SLOT + 1) * key.num_tokens]
+    slots = TOKENS.read(words[:TOKENS.num_words * key.num_tokens].reshape(-1, key.num_tokens))["slot"]
     reset = groups.set(self.adapters.layers[0].a.group_rows(self.table[slots].reshape(-1, 1).contiguous()))
     try: return super()._compute(words, key)
     finally: groups.reset(reset)
