@@ -11,7 +11,6 @@ from tinygrad import dtypes
 from tinyvllm import LLM
 from tinyvllm.config import ModelConfig
 from tinyvllm_extra.kernels import FastBackend
-from tinyvllm_extra.kernels.tensor_cores import kv_layout
 from tinyvllm_extra.options import LLMConfig
 
 KINDS = "int8", "fp8"
@@ -65,7 +64,8 @@ def test_saved_prefix_cache_loads_only_with_same_dtype(llm, folder, tmp_path):
 
 
 def block_bytes(kind, dtype, **config):
-  parts = kv_layout(ModelConfig.from_hf(tiny_config(**config), "x"), LLMConfig(kv_cache_dtype=kind), dtype)
+  model, options = ModelConfig.from_hf(tiny_config(**config), "x"), LLMConfig(kv_cache_dtype=kind)
+  parts = FastBackend().kv_layout(model, options, dtype)
   return sum(math.prod(shape) * element.itemsize for shape, element in parts)
 
 

@@ -15,7 +15,7 @@ from helpers.parameters import slow
 from helpers.tensor_cores import TOLERANCE, each_kind, run_on_cpu
 from tinygrad import Tensor, UOp, dtypes
 
-from tinyvllm_extra.kernels import cuda_source, generic, tensor_cores
+from tinyvllm_extra.kernels import FastBackend, cuda_source, generic, tensor_cores
 from tinyvllm_extra.kernels.schedule import ScoreOptions
 from tinyvllm_extra.kernels.tensor_cores import BS, add_query_tiles, tile_size
 
@@ -27,7 +27,7 @@ def sources(monkeypatch): run_on_cpu(monkeypatch)
 def parts(kv_heads: int, groups: int, head_dim: int, kind: str = "auto", block_size: int = BS,
           dtype=dtypes.float16) -> list:
   model = SimpleNamespace(num_key_value_heads=kv_heads, num_attention_heads=kv_heads * groups, head_dim=head_dim)
-  return tensor_cores.kv_layout(model, SimpleNamespace(kv_cache_dtype=kind, block_size=block_size), dtype)
+  return FastBackend().kv_layout(model, SimpleNamespace(kv_cache_dtype=kind, block_size=block_size), dtype)
 
 
 # Tokens, K/V heads, query heads per K/V head, head_dim, longest context, sequences, minimum blocks per table

@@ -11,6 +11,7 @@ from tinygrad.uop.ops import Ops
 from tinyvllm.backend import Sampler, cpu_cores, renderer
 from tinyvllm.config import ModelConfig
 from tinyvllm.llama import Layer
+from tinyvllm_extra.models import kv_cache
 from tinyvllm_extra.models.experts import MixtureBackend
 from tinyvllm_extra.models.layers import VariantConfig
 from tinyvllm_extra.options import LLMConfig
@@ -105,7 +106,16 @@ class FastBackend(MixtureBackend):
     finally: products.current.reset(reset)
 
   def kv_layout(self, model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
-    return tensor_cores.kv_layout(model, config, getattr(dtypes, self.stored_dtype, dtype))
+    """Like kv_cache.kv_layout. The layout is the one for tensor cores if model and device support it."""
+    dtype = getattr(dtypes, self.stored_dtype, dtype)
+    layout = kv_cache.kv_layout(model, config, dtype)
+    element, heads, D = layout[0][1], model.num_key_value_heads, model.head_dim
+    fits_size = D in (32, 64, 96, 128) or D == 256 and cuda_source.has_wgmma()   # else too little shared memory
+    fits_model = config.block_size == tensor_cores.BS and fits_size and model.num_attention_heads <= 16 * heads
+    # tinygrad does not combine bfloat16 loads
+    if not fits_model or dtype != dtypes.half or not cuda_source.has_mma(dtype): return layout
+    n = 1 if dtype == element else 4   # dimensions per element
+    return [((heads, D // 32, tensor_cores.BS, 32 // n), element)] * 2 + layout[2:]
 
   def pick_dtype(self, name: str, model: ModelConfig | None = None) -> str:
     """Like the core's. A model that overflows float16 gets bfloat16 or, if the device lacks it, float32. A CPU stores

@@ -5,12 +5,8 @@ A lane loads neighbours in memory. Blocks of K and V: (KV, D / 32, 16, 32) in fl
 import functools, math
 
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.dtype import DType
 
 from tinyvllm.backend import TOKENS
-from tinyvllm.config import ModelConfig
-from tinyvllm_extra.models import kv_cache
-from tinyvllm_extra.options import LLMConfig
 
 from . import cuda_source, generic
 from .cuda_source import Launch
@@ -25,20 +21,6 @@ SHARED_BYTES = 2**16    # limit for the shared memory of a decode's work group, 
 HOPPER_BYTES = 231424   # shared memory of attention_hopper.cu
 NEAR = 4                # dimensions in each half of a head that a lane rotates
 TOKENS_OF_GROUP = 4     # maximum tokens of a work group that rotates
-
-
-def kv_layout(model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
-  """Return the shape and dtype of a block in each cache tensor: the layout for tensor cores if model and device support
-  it, else the generic one."""
-  layout = kv_cache.kv_layout(model, config, dtype)
-  element = layout[0][1]
-  heads, D = model.num_key_value_heads, model.head_dim
-  fits_size = D in (32, 64, 96, 128) or D == 256 and cuda_source.has_wgmma()   # else too little shared memory
-  fits_model = config.block_size == BS and fits_size and model.num_attention_heads <= 16 * heads
-  # tinygrad does not combine bfloat16 loads
-  if not fits_model or dtype != dtypes.half or not cuda_source.has_mma(dtype): return layout
-  n = 1 if dtype == element else 4   # dimensions per element
-  return [((heads, D // 32, BS, 32 // n), element)] * 2 + layout[2:]
 
 
 # Tokens per query tile in a step of T tokens
