@@ -6,8 +6,7 @@ from helpers import cuda_on_cpu
 from tinygrad import Device, dtypes
 
 from tinyvllm.backend import cpu_cores
-from tinyvllm_extra.kernels import cuda_source, generic, tensor_cores
-from tinyvllm_extra.models import kv_cache
+from tinyvllm_extra.kernels import cuda_source, fast_backend, generic, tensor_cores
 
 
 TOLERANCE = {"auto": 2e-3, "int8": 4e-3, "fp8": 4e-3}
@@ -26,5 +25,5 @@ def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(cuda_source, "speaks_cuda", lambda: True)
   monkeypatch.setattr(tensor_cores, "MIN_WORK_GROUPS", 3)
   monkeypatch.setattr(cuda_source, "has_mma", lambda dtype: dtype != dtypes.float32)
-  monkeypatch.setattr(kv_cache, "renderer", lambda: SimpleNamespace(supported_dtypes=lambda: {dtypes.half}))
+  monkeypatch.setattr(fast_backend, "renderer", lambda: SimpleNamespace(supported_dtypes=lambda: {dtypes.half}))
   if cpu_cores(): monkeypatch.setattr(tensor_cores, "LaneWriter", SingleLane)   # it has no work groups

@@ -88,6 +88,6 @@ def test_number_of_blocks_follows_kv_cache_dtype(folder, monkeypatch, caplog):
 
 
 def test_head_dim_not_multiple_of_8_raises(monkeypatch):
-  monkeypatch.setattr("tinyvllm_extra.models.kv_cache.cpu_cores", lambda: 0)   # as on a GPU
+  monkeypatch.setattr("tinyvllm_extra.kernels.fast_backend.cpu_cores", lambda: 0)   # as on a GPU
   with pytest.raises(ValueError, match="kv_cache_dtype='int8'.*head_dim.*8.*12"):
     block_bytes("int8", dtypes.float16, head_dim=12)

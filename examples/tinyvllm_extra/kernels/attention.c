@@ -6,7 +6,7 @@
 #define MAX_ROWS (TILE * G + ROWS)   // more than a tile has, since each product has ROWS rows
 typedef float f32 __attribute__((vector_size(LANES * 4), aligned(4)));
 
-// A number of the cache, see kv_cache.unpack
+// A number of the cache, see generic.unpack
 static inline float number(ELEMENT x) {
   const unsigned short bits = ((int)x & 127) << 7 | ((int)x & 128) << 8;
   return sizeof(x) > 1 ? (float)x : HAS_SCALES ? (float)x - 128 : (float)__builtin_bit_cast(_Float16, bits) * 256;

@@ -9,14 +9,13 @@ from tinygrad.dtype import DType
 from tinygrad.uop.ops import Ops
 
 from tinyvllm.backend import Sampler, cpu_cores, renderer
-from tinyvllm.config import ModelConfig
+from tinyvllm.config import ModelConfig, check
 from tinyvllm.llama import Layer
-from tinyvllm_extra.models import kv_cache
 from tinyvllm_extra.models.experts import MixtureBackend
 from tinyvllm_extra.models.layers import VariantConfig
 from tinyvllm_extra.options import LLMConfig
 
-from . import cuda_source, drivers, kernel_cache, matmul, products, tensor_cores
+from . import cuda_source, drivers, generic, kernel_cache, matmul, products, tensor_cores
 
 
 class FastSampler(Sampler):
@@ -106,16 +105,25 @@ class FastBackend(MixtureBackend):
     finally: products.current.reset(reset)
 
   def kv_layout(self, model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
-    """Like kv_cache.kv_layout. The layout is the one for tensor cores if model and device support it."""
+    """Return the shape and dtype of a block in each cache tensor of a layer: K, V and, for int8, the scales. The layout
+    is tensor_cores.py's if model and device support it, else generic.py's. Raises InputError if they do not support
+    `config.kv_cache_dtype`."""
     dtype = getattr(dtypes, self.stored_dtype, dtype)
-    layout = kv_cache.kv_layout(model, config, dtype)
-    element, heads, D = layout[0][1], model.num_key_value_heads, model.head_dim
+    cache_dtype, size, heads, D = config.kv_cache_dtype, config.block_size, model.num_key_value_heads, model.head_dim
+    element = dtype if cache_dtype == "auto" else dtypes.uint8 if cpu_cores() else dtypes.uint32
+    check(cache_dtype in ("auto", "int8") or dtypes.half in renderer().supported_dtypes(),
+          f"kv_cache_dtype={cache_dtype!r} needs float16, which this device does not support; use 'int8'")
+    multiple = 2 * element.itemsize   # RoPE rotates neighbours of both halves of a head
+    check(cache_dtype == "auto" or D % multiple == 0, f"kv_cache_dtype={cache_dtype!r} needs a head_dim "
+          f"that is a multiple of {multiple}, not {D}; use 'auto'")
+    scales = [((heads, 2, size), dtypes.float32)] if cache_dtype == "int8" else []
     fits_size = D in (32, 64, 96, 128) or D == 256 and cuda_source.has_wgmma()   # else too little shared memory
-    fits_model = config.block_size == tensor_cores.BS and fits_size and model.num_attention_heads <= 16 * heads
-    # tinygrad does not combine bfloat16 loads
-    if not fits_model or dtype != dtypes.half or not cuda_source.has_mma(dtype): return layout
-    n = 1 if dtype == element else 4   # dimensions per element
-    return [((heads, D // 32, tensor_cores.BS, 32 // n), element)] * 2 + layout[2:]
+    fits_model = size == tensor_cores.BS and fits_size and model.num_attention_heads <= 16 * heads
+    if fits_model and dtype == dtypes.half and cuda_source.has_mma(dtype):   # tinygrad does not combine bfloat16 loads
+      block = (heads, D // 32, size, 32 if cache_dtype == "auto" else 8), element
+      return [block, block, *scales]
+    n = generic.dimensions_in(element)
+    return [((heads, D // n, size), element), ((heads, size, D // n), element), *scales]
 
   def pick_dtype(self, name: str, model: ModelConfig | None = None) -> str:
     """Like the core's. A model that overflows float16 gets bfloat16 or, if the device lacks it, float32. A CPU stores

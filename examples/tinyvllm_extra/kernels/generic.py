@@ -2,23 +2,29 @@
 read K and V through the block table, without a copy of the context. Reads must use the tensors that a write returns,
 because these carry the order.
 
+The cache has floats, int8 with a scale per token and head, or fp8 (e4m3, Micikevicius et al. 2022, arXiv:2209.05433).
+Conversion from and to fp8 uses integers, so that any device with float16 supports it. keys: (num_blocks, KV, D / n,
+block_size), values: (num_blocks, KV, block_size, D / n). An element holds n dimensions: a float, a byte on a CPU, or a
+uint32 word of four bytes on a GPU, where tinygrad does not combine byte loads. An int8 byte is 128 + number / scale.
+scales: (num_blocks, KV, 2, block_size) in float32, for K and V.
+
 qkv: (T, (H + 2 KV) * D), a flat batch. tokens: (columns of TOKENS, T) int32. rope: (length, 2, D / 2), cosines and
-sines. block_tables: (slots, max_blocks) int32. G = H / KV query heads share a K/V head. Cache: see
-models/kv_cache.py."""
+sines. block_tables: (slots, max_blocks) int32. G = H / KV query heads share a K/V head."""
 import functools, math
 from collections.abc import Iterator, Sequence
 
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.dtype import AddrSpace
+from tinygrad.dtype import AddrSpace, DType
 from tinygrad.uop.ops import AxisType, Ops
 
 from tinyvllm.backend import cpu_cores, renderer
-from tinyvllm_extra.models.kv_cache import SMALLEST, dimensions_in, pack, unpack
 
 from . import cuda_source
 from .cpu import AVX512
 from .schedule import (LOWEST, ScoreOptions, axes, axis, call, end, field, fold, kernel_of, lane_axis, largest, mean,
                        unrolled)
+
+SMALLEST = 1e-30   # lower limit of a head's largest number, to avoid division by 0
 
 
 def read(tensors: dict[str, Tensor], options: ScoreOptions) -> Tensor:
@@ -36,6 +42,31 @@ def launch(operands: dict[str, UOp], options: ScoreOptions) -> cuda_source.Launc
     "ELEMENT": keys.dtype.name, "half": "_Float16", "BLOCK_SIZE": block_size, "CORES": cores, "TILE": max(1, 48 // G),
     "STEP": max(1, 64 // block_size) * block_size, "LANES": math.gcd(-(-D // 16) * 16, 64 if AVX512 else 16),
     "ROWS": 6 if T > 64 else min(G, 6)}, (cores, 1, 1))
+
+
+# Dimensions of a head in an element of the cache
+def dimensions_in(element: DType) -> int: return 1 if element in dtypes.floats else element.itemsize
+
+
+def pack(numbers: Sequence[UOp], dtype: DType, scaled: bool) -> UOp:
+  """Return a cache element that holds neighbours along D. scaled: numbers are already divided by their int8 scale."""
+  if dtype in dtypes.floats: return numbers[0].cast(dtype)
+  def byte(x):
+    if scaled: return (x.round() + 128).cast(dtypes.uint32)
+    size = x.maximum(-x).minimum(448)   # e4m3's largest number
+    bits = size.bitcast(dtypes.uint32)
+    normal = bits - (120 << 23) + 0x7ffff + (bits >> 20 & 1) >> 20   # 4 bits of the exponent and 3 of the mantissa
+    return (size < 2**-6).where((size * 2**9).round().cast(dtypes.uint32), normal) | (x < 0).where(128, 0)
+  return functools.reduce(UOp.__or__, [byte(x) << 8 * i for i, x in enumerate(numbers)]).cast(dtype)
+
+
+def unpack(element: UOp, i: UOp, scaled: bool) -> UOp:
+  """Return the i-th number of a cache element in float32; int8 (scaled) is not yet multiplied by its scale."""
+  if element.dtype in dtypes.floats: return element.float()
+  byte = element >> (i * 8).cast(dtypes.uint32) & 255 if element.dtype == dtypes.uint32 else element
+  if scaled: return byte.float() - 128
+  byte = byte.cast(dtypes.uint16)
+  return ((byte & 127) << 7 | (byte & 128) << 8).bitcast(dtypes.half).float() * 256
 
 
 class HeadWriter:
