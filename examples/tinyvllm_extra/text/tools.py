@@ -37,15 +37,18 @@ def calls_schema(tools: list[JsonObject], choice: Choice, parallel: bool = True)
 
   choice: "auto", "none", "required", {"type": "function", "function": {"name": ...}}, which is called once, or
   {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}. Raises InputError for an unknown function
-  or for schemas that cannot be merged."""
+  or for wrong $defs."""
   functions = callable_functions(tools, choice)
   if not requires_call(choice): return None
   functions = {name: close(schema or {"type": "object", "properties": {}}) for name, schema in functions.items()}
-  calls = [{"type": "object", "properties": {"name": {"const": name}, "arguments": parameters},
-            "required": ["name", "arguments"], "additionalProperties": False} for name, parameters in functions.items()]
+  for schema in functions.values():
+    check(isinstance(schema.get("$defs", {}), dict), f"tools: $defs={schema.get('$defs')!r} must be an object")
+  # A schema with an id ($id, in draft 4 id) is the root of its references, such as "#/$defs/X"
+  calls = [{"type": "object", "required": ["name", "arguments"], "additionalProperties": False, "properties": {
+              "name": {"const": name}, "arguments": {"$id": f"arguments-{i}", "id": f"arguments-{i}", **parameters}}}
+           for i, (name, parameters) in enumerate(functions.items())]
   is_single = not parallel or isinstance(choice, dict) and choice["type"] == "function"
   return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **({"maxItems": 1} if is_single else {}),
-          "$defs": merged_definitions(functions),
           "x-guidance": {"whitespace_flexible": False}}   # small models may generate spaces forever
 
 
@@ -64,17 +67,6 @@ def close_objects(schema: object) -> Any:
   parts |= {key: close_objects(schema[key]) for key in ("items", "anyOf", "oneOf")
             if key in schema and (key == "items" or "properties" not in schema)}
   return schema | parts | ({"additionalProperties": False} if is_closed else {})
-
-
-def merged_definitions(functions: dict[str, JsonObject]) -> JsonObject:
-  """Merge the functions' $defs, because a reference "#/$defs/X" is resolved at the top of the schema."""
-  merged: JsonObject = {}
-  for parameters in functions.values():
-    definitions = parameters.get("$defs", {})
-    check(isinstance(definitions, dict), f"tools: $defs={definitions!r} must be an object")
-    for name, schema in definitions.items():
-      check(merged.setdefault(name, schema) == schema, f"tools: two functions define {name!r} differently in $defs")
-  return merged
 
 
 # Formats of calls
