@@ -37,15 +37,13 @@ def start(llm: "tinyvllm.LLM | Remote", prompt: str | JsonObject, settings: Json
 def print_stream(outputs: Any, text: str = "", stop: threading.Event | None = None) -> tuple[str, Output, list[float]]:
   """Print `text` and the outputs' text as it arrives, until they end or `stop` is set. Return all text, the last output
   and the times of the start and of each output."""
-  num_printed = 0
   times = [time.monotonic()]
   with contextlib.closing(outputs):
     for output in outputs:
       times.append(time.monotonic())
       text += output.outputs[0].text
       logger.setLevel(max(logger.level, logging.WARNING))   # from now on a log line would interrupt the text
-      print(text[num_printed:], end="", flush=True)
-      num_printed = len(text)
+      print(text if len(times) == 2 else output.outputs[0].text, end="", flush=True)   # the initial text first
       if stop and stop.is_set(): break
   print()
   return text, output, times

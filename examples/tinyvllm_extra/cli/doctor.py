@@ -3,7 +3,7 @@ models fit. Each backend runs in its own process, since a driver may hang or cra
 engine's matmul, so that it predicts the engine's speed. `--tune` measures the tiles of matrix kernels in a model's
 shapes, for steps that decode, and keeps the fastest ones in the file of programs.tiles_path."""
 import copy, importlib.metadata, json, os, pathlib, platform, re, shlex, shutil, signal, subprocess, sys, time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,15 +55,16 @@ def reason_of(error: BaseException) -> str:
   return "; ".join(dict.fromkeys(str(e).split("\n")[0] or repr(e) for e in getattr(cause, "exceptions", [cause])))
 
 
-def seconds_per_call(step: Callable[[], object], seconds: float) -> float:
-  """Return the median duration of a step in a graph, in calls that take at least `seconds` together."""
-  graph, durations = TinyJit(step), list[float]()
+def seconds_per_layer(layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor, seconds: float) -> float:
+  """Return the median duration of a product of x with one of the layers, which a graph computes together. Its calls
+  take at least `seconds` together."""
+  graph, durations = TinyJit(lambda: Tensor.realize(*[layer(x) for layer in layers])), list[float]()
   while len(durations) < 3 or sum(durations[2:]) < seconds:   # the first two calls compile and capture
     started = time.perf_counter()
     with Context(JIT_BATCH_SIZE=0): graph()
     Device[Device.DEFAULT].synchronize()
     durations.append(time.perf_counter() - started)
-  return float(np.median(durations[2:]))
+  return float(np.median(durations[2:])) / len(layers)
 
 
 def bandwidth(layer_type: type[Linear], size: int, dtype: Any, seconds: float) -> float:
@@ -72,9 +73,8 @@ def bandwidth(layer_type: type[Linear], size: int, dtype: Any, seconds: float) -
   linear = layer_type(INPUTS, {"W": size // INPUTS // dtype.itemsize // 16 * 16}, False, dtype)
   linear.weight = linear.weight.contiguous().realize()
   x = Tensor.empty(1, INPUTS, dtype=dtype).contiguous().realize()
-  def read(times: int, seconds: float) -> float:
-    return seconds_per_call(lambda: Tensor.realize(*[linear(x) for _ in range(times)]), seconds) / times
-  return linear.weight.nbytes() / read(16 if read(1, 0) < 2e-3 else 1, seconds)
+  is_fast = seconds_per_layer([linear], x, 0) < 2e-3
+  return linear.weight.nbytes() / seconds_per_layer([linear] * (16 if is_fast else 1), x, seconds)
 
 
 # --tune
@@ -100,7 +100,7 @@ def choose(layers: list[matmul.FastLinear], x: Tensor, kept: dict[str, str]) -> 
   in a graph share the buffer of their results, so that none starts before another has ended."""
   def measure(tiles: products.Tiles) -> float:   # microseconds, in calls that take at least 0.1 s together
     products.choices = {key: str(tiles)}
-    return seconds_per_call(lambda: Tensor.realize(*[layer(x) for layer in layers]), 0.1) / len(layers) * 1e6
+    return 1e6 * seconds_per_layer(layers, x, 0.1)
   key, (built_in, *others) = products.candidates(layers[0], x)
   fastest = min((built_in, *others), key=measure)
   times = {tiles: measure(tiles) for tiles in (built_in, fastest)}   # again, as the fastest of many was also lucky

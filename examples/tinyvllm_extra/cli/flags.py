@@ -35,25 +35,24 @@ def integer(text: str) -> int | None:
   return int(float(text[:-1]) * FLAGS["units"][text[-1]]) if text[-1:] in FLAGS["units"] else int(text)
 
 
-def parsing_of(field: dataclasses.Field) -> JsonObject:
-  """Return the arguments of argparse's add_argument that parse a value of the field's type."""
+# Arguments of argparse's add_argument that parse a value of a type; others are JSON
+PARSING: dict[object, JsonObject] = {
+  bool: {"action": argparse.BooleanOptionalAction}, int: {"type": integer, "metavar": "INT"},
+  float: {"type": float, "metavar": "FLOAT"}, str: {"type": str, "metavar": "STR"}}
+
+
+def form_of(field: dataclasses.Field, words: str) -> JsonObject:
+  """Return the arguments of add_argument for a field's flag. The help text ends with the default value, unless it
+  states it. words: of the command."""
   value_type = get_args(field.type)[0] if isinstance(field.type, types.UnionType) else field.type   # int of int | None
-  if value_type is bool: return {"action": argparse.BooleanOptionalAction}
-  is_list = get_origin(value_type) is list
-  item = get_args(value_type)[0] if is_list else value_type
-  if item not in (int, float, str): return {"type": json.loads, "metavar": "JSON"}
-  choices = field.metadata["choices"]
-  metavar = f"{{{','.join(choices)}}}" if choices else item.__name__.upper()
-  several = {"nargs": "+", "action": "extend"} if is_list else {}
-  return {"type": integer if item is int else item, "metavar": metavar, **several}
-
-
-def help_of(field: dataclasses.Field, words: str) -> str:
-  """Return a field's help text, and its default value unless the text states it. words: of the command."""
-  text = field.metadata["help"]
+  several = {"nargs": "+", "action": "extend"} if get_origin(value_type) is list else {}
+  form = PARSING.get(get_args(value_type)[0] if several else value_type, {"type": json.loads, "metavar": "JSON"})
+  choices, text = field.metadata["choices"], field.metadata["help"]
+  if choices: form = form | {"metavar": f"{{{','.join(choices)}}}"}
   default: object = (FLAGS["run_defaults"] if "MODEL" in words else {"temperature": 0.0}).get(field.name, field.default)
   if field.type is bool: default = "on" if default else "off"
-  return (text if "(default: " in text else f"{text} (default: {default})").replace("%", "%%")
+  if "(default: " not in text: text = f"{text} (default: {default})"
+  return {**form, **several, "help": text.replace("%", "%%")}
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -95,7 +94,7 @@ def add_flags(command: CommandParser, words: str, argv: list[str], *classes: typ
   command.add_argument("--help-all", action="help", help="Show rare flags, too, and exit")
   # Without n, which is 1 here
   fields = {field.name: field for x in reversed(classes) for field in dataclasses.fields(x) if field.name != "n"}
-  forms = {name: parsing_of(field) | {"help": help_of(field, words)} for name, field in fields.items()}
+  forms = {name: form_of(field, words) for name, field in fields.items()}
   forms |= FLAGS["variables"] | own | {"log_level": FLAGS["log_level"]}
   rare = {f"Rare flags of {x.__name__}": [*x.__dataclass_fields__, "log_level"] for x in classes}
   for title, names in (FLAGS["groups"] | rare).items():

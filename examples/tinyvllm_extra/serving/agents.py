@@ -35,9 +35,8 @@ class AnswerOptions(JsonBody):
   """The format of an answer's text, and the effort of its reasoning."""
   def response_format(self) -> JsonObject | None:
     """Return the format as a chat's response_format."""
-    if not self.format: return None
-    schema = {"json_schema": {"schema": self.format.schema_}} if self.format.type == "json_schema" else {}
-    return {"type": self.format.type, **schema}
+    form = self.format
+    return form and {"type": form.type, "json_schema": {"schema": form.schema_} if form.type == "json_schema" else None}
 
 
 def text_of(content: str | list[Part] | None, path: str) -> str:

@@ -9,9 +9,8 @@ from tinyvllm.config import JsonObject, logger, read_json
 from tinyvllm.engine import Request
 
 LOG_INTERVAL = 10   # seconds between log lines
-# Help texts of metrics, by name in each kind. FAMILIES: the kinds that are built at each scrape. times: also the events
-# of a finished request, names of RequestMetrics' fields, between which the seconds are observed. sizes: also an
-# attribute of its first Sequence
+# Help texts of metrics, by name in each kind. FAMILIES: the kinds that are built at each scrape. requests: also an
+# attribute of a finished request's first Sequence, or two, whose difference is observed
 TEXTS = read_json(pathlib.Path(__file__).with_suffix(".json"))
 FAMILIES = {"counters": core.CounterMetricFamily, "gauges": core.GaugeMetricFamily,
             "infos": core.InfoMetricFamily, "histograms": core.HistogramMetricFamily}
@@ -31,7 +30,7 @@ class Metrics(registry.Collector):
     self.registry = CollectorRegistry()
     self.histograms = {name: Histogram(f"tinyvllm:{name}", text, ["model_name"], registry=self.registry,
                                        buckets=SECONDS if name.endswith("seconds") else TOKENS).labels(model_name)
-                       for name, (text, *_) in (TEXTS["sizes"] | TEXTS["times"]).items()}
+                       for name, (text, *_) in TEXTS["requests"].items()}
     self.finished = Counter("tinyvllm:request_success", TEXTS["others"]["request_success"],
                             ["model_name", "finished_reason"], registry=self.registry)
     self.registry.register(self)
@@ -72,11 +71,10 @@ class Metrics(registry.Collector):
     self.observe_tokens(request)   # tokens that were not delivered
     del self.last_tokens[request]
     for seq in request.sequences: self.finished.labels(self.model_name, seq.finish_reason).inc()
-    for name, (_, start, end) in TEXTS["times"].items():
-      seconds = getattr(request.metrics, end) - getattr(request.metrics, start)
-      if not math.isnan(seconds): self.histograms[name].observe(seconds)   # NaN: an event never happened
-    for name, (_, attribute) in TEXTS["sizes"].items():
-      self.histograms[name].observe(operator.attrgetter(attribute)(request.sequences[0]))
+    for name, (_, *attributes) in TEXTS["requests"].items():
+      *start, end = [operator.attrgetter(x)(request.sequences[0]) for x in attributes]
+      value = end - sum(start)
+      if not math.isnan(value): self.histograms[name].observe(value)   # NaN: an event never happened
 
 
 def draft_statistics(metrics: JsonObject) -> str:

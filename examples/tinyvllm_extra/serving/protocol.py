@@ -144,8 +144,7 @@ TOOLS = {"tools": list[Annotated[Tool, AsObject]], "tool_choice": Literal["none"
 class CompletionRequest(Body): ...
 
 
-@with_fields(**COMMON | TOOLS | TEMPLATE | {
-  "logprobs": bool, "top_logprobs": Int, "max_completion_tokens": Int})
+@with_fields(**COMMON | TOOLS | TEMPLATE | {"logprobs": bool, "top_logprobs": Int, "max_completion_tokens": Int})
 class ChatCompletionRequest(Body): messages: list[JsonObject]
 
 
