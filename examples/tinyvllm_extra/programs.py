@@ -1,12 +1,12 @@
 """Opens the default device, with the C compiler that a CPU needs: which one is installed, or how to install one; and
 with the tiles of matrix kernels that were tuned for the device."""
-import contextlib, functools, hashlib, json, os, pathlib, platform, re, shutil, sys, tempfile
+import contextlib, functools, hashlib, os, pathlib, platform, re, shutil, sys, tempfile
 from typing import Any
 
 from tinygrad import Device, helpers
 
 from tinyvllm.backend import renderer
-from tinyvllm.config import logger
+from tinyvllm.config import logger, read_json
 
 from .kernels import drivers, products, tinygrad_patches
 
@@ -109,7 +109,7 @@ def prepare_tuned_device() -> dict[str, str]:
   ignored with a warning."""
   prepare_device()
   products.choices = {}
-  try: products.choices = dict(json.loads(tiles_path().read_text())) if tiles_path().exists() else {}
+  try: products.choices = dict(read_json(tiles_path()))
   except (OSError, ValueError, TypeError) as error:
     logger.warning(f"{tiles_path()} is ignored: {error}; `tinyvllm doctor --tune` measures again")
   return products.choices

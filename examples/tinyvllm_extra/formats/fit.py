@@ -67,17 +67,13 @@ def estimate_fit(name: str, hf: JsonObject, row: JsonObject, quantization: str |
 def is_in_layer(name: str) -> bool: return bool(re.search(r"\b(layers|h)\.\d", name))   # h: GPT-2's layers
 
 
-class Weight(NamedTuple):
-  """The facts that determine the memory of a weight."""
-  name: str
-  shape: tuple
-  nbytes: int
-  is_float: bool = True   # else it keeps its size
+# The facts that determine the memory of a weight. One that is not float keeps its size
+Weight = NamedTuple("Weight", [("name", str), ("shape", tuple), ("nbytes", int), ("is_float", bool)])
 
 
 def model_weights(model: Llama) -> list[Weight]:
   """Return the weights of a model on its devices, each under the name of its first source."""
-  return [Weight(f"{next(iter(module.sources))}.{name}", x.shape, x.nbytes())
+  return [Weight(f"{next(iter(module.sources))}.{name}", x.shape, x.nbytes(), True)
           for module in model.modules() for name, x in nn.state.get_state_dict(module).items()]
 
 

@@ -100,6 +100,8 @@ class GGUFTensor(weights.StoredTensor):
 
   nbytes = property(lambda self: math.prod(self.shape) // self.tensor_type.inputs * np.dtype(self.dtype).itemsize)
 
+  def describe(self, config: JsonObject) -> str: return f"GGUF {self.tensor_type.name}"
+
   def read_matrix(self, group_size: int | None, bits: int = 8, has_offset: bool = False) -> Matrix:
     """Return a matrix with its exact values, in this format or, without a group size, dequantized."""
     if not self.tensor_type.group_size: return self.read()
@@ -370,11 +372,10 @@ def make_tokenizer(path: pathlib.Path, metadata: JsonObject, vocab_size: int) ->
 
 # Checkpoints
 
-class GGUFCheckpoint(weights.FastCheckpoint[GGUFTensor]):
+class GGUFCheckpoint(weights.FastCheckpoint):
   """A GGUF file, or several parts, given by the first."""
-  def __init__(self, path: pathlib.Path, quantization: str | None = None):
+  def __init__(self, path: pathlib.Path):
     self.path = path
-    self.quantization = None if quantization == "gguf" else quantization   # "gguf" is any file, as in vLLM
     self.metadata, tensors = read_parts(path)
     self.hf_config = read_config(path, self.metadata, tensors)
     self.all_tensors = rename(path, self.hf_config, tensors)
@@ -383,7 +384,6 @@ class GGUFCheckpoint(weights.FastCheckpoint[GGUFTensor]):
 
   def tokenizer(self) -> ChatTokenizer: return make_tokenizer(self.path, self.metadata, self.hf_config["vocab_size"])
   def stored_tensors(self) -> dict[str, GGUFTensor]: return {**self.all_tensors}
-  def format_of(self, tensor: GGUFTensor) -> str: return f"GGUF {tensor.tensor_type.name}"
 
   def read_matrices(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
     """Read matrices in the format that represents each exactly: the most bits and the smallest group, 0 if one is not

@@ -9,7 +9,7 @@ from tinyvllm.config import InputError, JsonObject, check, logger, read_json
 from tinyvllm_extra.kernels.cuda_source import has_wgmma, speaks_c
 from tinyvllm_extra.options import LLMConfig, optional, setup_logging
 
-from . import fit, gguf
+from . import architecture, fit, gguf
 from .weights import FastCheckpoint, SafetensorsCheckpoint
 
 # ORG/NAME, or for a GGUF model ORG/NAME:TYPE or ORG/NAME:FILE. A name that ends with .gguf is a path
@@ -67,7 +67,9 @@ def open_checkpoint(path: pathlib.Path, quantization: str | None = None, activat
   """Open a folder in Hugging Face's layout or a GGUF file. quantization: LLM's option. activations: its
   activation_quantization. Raises InputError for anything else."""
   is_gguf = path.suffix == ".gguf" and not path.is_dir()
-  checkpoint = (gguf.GGUFCheckpoint if is_gguf else SafetensorsCheckpoint)(path, quantization)
+  checkpoint: FastCheckpoint = gguf.GGUFCheckpoint(path) if is_gguf else SafetensorsCheckpoint(path)
+  checkpoint.hf_config = architecture.text_config(checkpoint.hf_config)
+  checkpoint.quantization = None if is_gguf and quantization == "gguf" else quantization   # any file, as in vLLM
   check(activations != "int8" or speaks_c(), "activation_quantization='int8' needs a CPU with clang: use 'auto'")
   check(activations != "fp8" or has_wgmma(), "activation_quantization='fp8' needs DEV=CUDA and Hopper: use 'auto'")
   check(activations != "fp8" or checkpoint.method in ("fp8", "compressed-tensors"),

@@ -1,8 +1,8 @@
 """Loads a model's weights, whatever the format of its files, one tensor at a time. Tensors keep the file's dtype on the
 device if it is narrower than the compute dtype."""
 import collections, dataclasses, errno, math, pathlib, re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -11,14 +11,14 @@ from tinygrad.dtype import DType
 
 from tinyvllm import llama
 from tinyvllm.backend import Linear, Module, Norm, renderer
-from tinyvllm.config import check, logger, read_json
+from tinyvllm.config import JsonObject, check, logger, read_json
 from tinyvllm_extra.kernels import buffers
 from tinyvllm_extra.models.layers import LlamaVariant, VariantConfig, row_order
 from tinyvllm_extra.models.matrices import E4M3, Matrix, Quantized, StoredWeights, is_small_float
 from tinyvllm_extra.options import check_one_device
 from tinyvllm_extra.text.huggingface import ChatTokenizer, load_tokenizer
 
-from . import architecture, fit
+from . import fit
 from .quantization import (READERS, UNUSED, dequantize, describe, find_layouts, map_rows, pad_rows, quantize,
                            read_stacked, round_scales, split, stack, to_float32)
 
@@ -36,10 +36,10 @@ NUMBERS: dict[str, np.dtype] = {   # in quantized matrices
 class StoredTensor:
   """A tensor in a file. Each read maps it anew, as the pages of one map of the file would stay in resident memory."""
   path: pathlib.Path
-  dtype: np.dtype          # of an element, or of a block of GGUF
+  dtype: np.dtype          # element, or block of a GGUF type
   shape: tuple[int, ...]
   start: int               # byte offset in the file
-  convert: Callable[[np.ndarray], np.ndarray] = dataclasses.field(default=np.asarray, kw_only=True)   # what is read
+  convert: Callable[[np.ndarray], np.ndarray] = dataclasses.field(default=np.asarray, kw_only=True)   # see read
 
   nbytes = property(lambda self: math.prod(self.shape) * self.dtype.itemsize)
 
@@ -50,8 +50,15 @@ class StoredTensor:
   def raw(self) -> np.ndarray: return np.memmap(self.path, np.uint8, "c", self.start, (self.nbytes,))
 
   def read(self) -> np.ndarray:
-    """Return the tensor, or the blocks of a quantized one, (rows, blocks per row)."""
+    """Return the tensor, or the blocks of a GGUF type, (rows, blocks per row), after `convert`."""
     return self.convert(self.raw().view(self.dtype).reshape(*self.shape[:-1], -1))
+
+  def describe(self, config: JsonObject) -> str:
+    """Return the format of a matrix, such as "awq int4, groups of 128". config: the quantization_config."""
+    name = "bfloat16" if self.dtype == np.uint16 else self.dtype.name
+    if "float" in name and self.shape[1] > 1: return name   # bitsandbytes may store its bytes as a column of floats
+    is_native = supports_e4m3() if self.dtype == E4M3 else config.get("quant_method") != "bitsandbytes"
+    return describe(config) + ("" if is_native else ", dequantized")
 
   def split(self, names: list[str]) -> dict[str, "StoredTensor"]:
     """Return a matrix for each name: equal parts of this tensor, with its columns."""
@@ -59,33 +66,30 @@ class StoredTensor:
     return {name: dataclasses.replace(part, start=self.start + i * part.nbytes) for i, name in enumerate(names)}
 
 
-T = TypeVar("T", bound=StoredTensor)
-
-
-class FastCheckpoint(llama.Checkpoint, StoredWeights, Generic[T]):
+class FastCheckpoint(llama.Checkpoint, StoredWeights):
   """A checkpoint whose weights are split for several devices and quantized while they load. A module's `load` gets them
   in these steps: read (defined by each format), merge, order, pad, split, quantize, and place on the devices."""
-  quantization: str | None           # LLM's option
+  quantization: str | None = None    # LLM's option
   quantization_config = property(lambda self: self.hf_config.get("quantization_config") or {})
   method = property(lambda self: self.quantization_config.get("quant_method"))
-  tensors: Any                       # T by the names of the model's modules: tensors that no module has read yet
-  take: Any = llama.Checkpoint.read  # name, *shape -> T: removes and returns a tensor
+  tensors: Any                       # those that no module has read yet, by the names of the model's modules
+  take: Any = llama.Checkpoint.read  # name, *shape -> StoredTensor: removes and returns a tensor
   adapter: dict[str, tuple[np.ndarray, np.ndarray]] = {}   # A and B of matrices to merge, see adapters/lora.py
 
   # Defined by each format. stored_tensors: all tensors of the files by name; raises InputError for an unreadable file
-  # or an unsupported dtype. format_of: the format of a matrix in the files, such as "awq int4, groups of 128".
-  # read_matrices: matrices, (out, in), whose rows are stacked in one weight; shapes: by module name
-  def stored_tensors(self) -> dict[str, T]: raise NotImplementedError
-  def format_of(self, tensor: T) -> str: raise NotImplementedError
+  # or an unsupported dtype. read_matrices: matrices, (out, in), whose rows are stacked in one weight; shapes: by module
+  # name
+  def stored_tensors(self) -> Mapping[str, StoredTensor]: raise NotImplementedError
   def read_matrices(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]: raise NotImplementedError
 
   def describe(self) -> str:
     """Return the formats of the matrices in the files, the most common one first: "awq int4, groups of 128; lm_head
     float16". Raises InputError like `stored_tensors`, or for an unsupported quantization_config."""
-    find_layouts(self.quantization_config)
+    config = self.quantization_config
+    find_layouts(config)
     names: dict[str, list[str]] = collections.defaultdict(list)   # by format
     for name, tensor in self.stored_tensors().items():
-      if name.endswith(MATRICES) and len(tensor.shape) == 2: names[self.format_of(tensor)].append(name.split(".")[-2])
+      if name.endswith(MATRICES) and len(tensor.shape) == 2: names[tensor.describe(config)].append(name.split(".")[-2])
     formats = sorted(names, key=lambda x: (-len(names[x]), x))
     return "; ".join(f"{', '.join(sorted({*names[x]}))} {x}" if i else x for i, x in enumerate(formats))
 
@@ -95,8 +99,8 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights, Generic[T]):
           f"{self.path}, which is {self.method or 'not quantized'}: use {', '.join(map(repr, names))} or leave it out")
     self.model = model
     self.layouts = find_layouts(self.quantization_config)
-    tensors = self.stored_tensors()
-    self.tensors = model.arrange(tensors) if isinstance(model, LlamaVariant) else tensors
+    self.tensors = {**self.stored_tensors()}
+    if isinstance(model, LlamaVariant): self.tensors = model.arrange(self.tensors)
     self.dtype = np.float32 if model.dtype == dtypes.float32 else np.float16
     # The core's layers
     plain = [type(x).__name__ for x in model.modules() if isinstance(x, Linear | Norm) and type(x).load is Module.load]
@@ -221,13 +225,8 @@ def read_safetensors(path: pathlib.Path, supported: dict[str, np.dtype]) -> dict
   return tensors
 
 
-class SafetensorsCheckpoint(FastCheckpoint[StoredTensor]):
+class SafetensorsCheckpoint(FastCheckpoint):
   """A folder of safetensors, quantized or not, sharded or not."""
-  def __init__(self, path: pathlib.Path, quantization: str | None = None):
-    super().__init__(path)
-    self.hf_config = architecture.text_config(self.hf_config)
-    self.quantization = quantization
-
   def tokenizer(self) -> ChatTokenizer: return load_tokenizer(self.path)
 
   def stored_tensors(self) -> dict[str, StoredTensor]:
@@ -243,12 +242,6 @@ class SafetensorsCheckpoint(FastCheckpoint[StoredTensor]):
     if "text_config" not in self.hf_config: return tensors
     matches = {TEXT_TENSORS.fullmatch(name): x for name, x in tensors.items()}
     return {match[2] or f"model.{match[1]}": x for match, x in matches.items() if match}
-
-  def format_of(self, tensor: StoredTensor) -> str:
-    name = "bfloat16" if tensor.dtype == np.uint16 else tensor.dtype.name
-    if "float" in name and tensor.shape[1] > 1: return name   # bitsandbytes may store its bytes as a column of floats
-    is_native = supports_e4m3() if tensor.dtype == E4M3 else self.method != "bitsandbytes"
-    return describe(self.quantization_config) + ("" if is_native else ", dequantized")
 
   def read_matrices(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
     return [READERS.get(self.method, read_stacked)(self, name, shape) for name, shape in shapes.items()]
