@@ -41,8 +41,6 @@ def calls_schema(tools: list[JsonObject], choice: Choice, parallel: bool = True)
   functions = callable_functions(tools, choice)
   if not requires_call(choice): return None
   functions = {name: close(schema or {"type": "object", "properties": {}}) for name, schema in functions.items()}
-  for schema in functions.values():
-    check(isinstance(schema.get("$defs", {}), dict), f"tools: $defs={schema.get('$defs')!r} must be an object")
   # A schema with an id ($id, in draft 4 id) is the root of its references, such as "#/$defs/X"
   calls = [{"type": "object", "required": ["name", "arguments"], "additionalProperties": False, "properties": {
               "name": {"const": name}, "arguments": {"$id": f"arguments-{i}", "id": f"arguments-{i}", **parameters}}}
@@ -53,7 +51,9 @@ def calls_schema(tools: list[JsonObject], choice: Choice, parallel: bool = True)
 
 
 def close(schema: JsonObject) -> JsonObject:
-  """Return a schema whose objects with properties allow no others, unless it says so or combines schemas by allOf."""
+  """Return a schema whose objects with properties allow no others, unless it says so or combines schemas by allOf.
+  Raises InputError for wrong $defs or a schema that is nested too deeply."""
+  check(isinstance(schema.get("$defs", {}), dict), f"tools: $defs={schema.get('$defs')!r} must be an object")
   try: return schema if '"allOf"' in json.dumps(schema) else close_objects(schema)
   except RecursionError as error: raise InputError("tools: parameters are nested too deeply: use $defs") from error
 
