@@ -97,9 +97,9 @@ def test_gguf_tokenizer_equals_tokenizer_json(bpe, gguf):
   for text in [*TEXTS, "".join(TEXTS)]: assert gguf.encode(text, False) == bpe.encode(text, False)
 
 
-def test_limit_text_refuses_long_text_without_encoding_it(tokenizer):
+def test_max_tokens_refuses_long_text_without_encoding_it(tokenizer):
   limited = dataclasses.replace(tokenizer)
-  limited.limit_text(4)
+  limited.max_tokens = 4
   longest = max(map(len, limited.get_vocab()))
   assert limited.max_characters == 4 * longest and limited.encode("a" * 4 * longest)
   limited.encode_plain = None   # would raise TypeError

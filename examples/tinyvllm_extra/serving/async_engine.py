@@ -188,7 +188,7 @@ class AsyncLLM:
     sizes = options.pop("cudagraph_capture_sizes", None)
     AsyncLLMArguments(model, stream_interval, prepare, prefix_cache_file, cudagraph_capture_sizes=sizes)   # checks them
     self.llm = LLM(model, **options)
-    self.llm.tokenizer.limit_text(self.llm.max_model_len)
+    self.llm.tokenizer.max_tokens = self.llm.max_model_len
     if prefix_cache_file:
       log = logger.warning if pathlib.Path(prefix_cache_file).expanduser().exists() else logger.info
       try: self.llm.load_prefix_cache(prefix_cache_file)

@@ -32,8 +32,7 @@ class ChatTokenizer(tokenizer.Tokenizer):
   config: JsonObject            # tokenizer_config.json
   library: "tokenizers.Tokenizer | SentencePieceProcessor"
   template_variables: JsonObject = dataclasses.field(default_factory=dict)   # for all conversations
-  max_tokens: float = math.inf       # limit named in the error for a prompt that is too long to encode
-  max_characters: float = math.inf   # encode refuses longer prompts
+  max_tokens: float = math.inf   # encode refuses prompts that must have more: encoding them could take seconds
 
   def __post_init__(self) -> None:
     self.config = {k: v.get("content", v) if isinstance(v, dict) else v for k, v in self.config.items()}
@@ -41,15 +40,12 @@ class ChatTokenizer(tokenizer.Tokenizer):
     if isinstance(found, list): found = {x["name"]: x["template"] for x in found}
     self.templates: dict[str, str] = {"default": found} if isinstance(found, str) else found   # chat templates by name
     self.added_texts = {i: text for text, i in self.added_tokens.items()}
+    self.longest = max(map(len, self.get_vocab()))   # characters of a token
     self.prefix = [self.bos_token_id] if self.config.get("add_bos_token") and self.bos_token_id is not None else []
 
   bos_token_id = property(lambda self: self.added_tokens.get(self.config.get("bos_token")))
   eos_token_id = property(lambda self: self.added_tokens.get(self.config.get("eos_token")))
-
-  def limit_text(self, max_tokens: int) -> None:
-    """Make `encode` refuse prompts too long for `max_tokens` tokens: encoding them could take seconds."""
-    self.max_tokens = max_tokens
-    self.max_characters = max_tokens * max(map(len, self.get_vocab()))
+  max_characters = property(lambda self: self.max_tokens * self.longest)
 
   def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
     check(len(text) <= self.max_characters, f"This model's maximum context length is {self.max_tokens} tokens, at most "
