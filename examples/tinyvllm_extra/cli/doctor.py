@@ -16,8 +16,7 @@ from tinyvllm.config import InputError, JsonObject, check, read_json
 from tinyvllm_extra import programs
 from tinyvllm_extra.formats import architecture, gguf, hub
 from tinyvllm_extra.formats.fit import DTYPES, GIB, QUANTIZED, estimate_fit, is_in_layer, open_device, prequantized
-from tinyvllm_extra.kernels import kernel_cache, make_backend, matmul, products
-from tinyvllm_extra.kernels.drivers import device_memory, host_memory
+from tinyvllm_extra.kernels import drivers, kernel_cache, make_backend, matmul, products
 from tinyvllm_extra.models.matrices import NUMBER_FORMATS
 from tinyvllm_extra.programs import prepare_tuned_device, tiles_path
 
@@ -40,7 +39,7 @@ def probe(seconds: float) -> None:
   try:
     facts = open_device()
     best = make_backend()
-    total = device_memory(Device.DEFAULT).total
+    total = drivers.device_memory(Device.DEFAULT).total
     most = best.memory.largest_tensor()
     emit(opens=True, device=programs.device_name(Device.default), **facts, total_gib=total / GIB,
          renderer=f"{Device.DEFAULT} {type(Device.default.renderer).__name__}", largest_gib=min(total, most) / GIB)
@@ -155,7 +154,7 @@ def make_report(seconds: float, models: dict[str, JsonObject], kv_cache_dtype: s
   why = f"DEV={dev}" if dev else default.get("why") or f"the first of {', '.join(ORDER)} that opens"
   machine = {"tinyvllm": __version__, "tinygrad": importlib.metadata.version("tinygrad"),
              "python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count(),
-             "free_gib": host_memory().free / GIB, "total_gib": host_memory().total / GIB}
+             "free_gib": drivers.host_memory().free / GIB, "total_gib": drivers.host_memory().total / GIB}
   compiler = shutil.which(programs.find_compiler() or "")
   version = subprocess.getoutput(shlex.join([compiler, "--version"])).split("\n")[0] if compiler else ""
   return {"machine": machine, "compiler": {"path": compiler, "version": version}, "backends": backends,

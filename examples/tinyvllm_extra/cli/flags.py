@@ -93,8 +93,7 @@ def add_flags(command: CommandParser, words: str, argv: list[str], *classes: typ
   command.add_argument("words", nargs="*", help=argparse.SUPPRESS)
   command.add_argument("--help-all", action="help", help="Show rare flags, too, and exit")
   # Without n, which is 1 here
-  fields = {field.name: field for x in reversed(classes) for field in dataclasses.fields(x) if field.name != "n"}
-  forms = {name: form_of(field, words) for name, field in fields.items()}
+  forms = {x.name: form_of(x, words) for kind in reversed(classes) for x in dataclasses.fields(kind) if x.name != "n"}
   forms |= FLAGS["variables"] | own | {"log_level": FLAGS["log_level"]}
   rare = {f"Rare flags of {x.__name__}": [*x.__dataclass_fields__, "log_level"] for x in classes}
   for title, names in (FLAGS["groups"] | rare).items():

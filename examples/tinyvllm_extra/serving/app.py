@@ -15,8 +15,7 @@ from tinyvllm.config import InputError, JsonObject, logger
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.pooling.pooling_routes import PoolingServing
 
-from .agents import MessagesBuilder, MessagesRequest, ResponsesBuilder, ResponsesRequest
-from . import answers, async_engine, chat_page, generation, prometheus, protocol
+from . import agents, answers, async_engine, chat_page, generation, prometheus, protocol
 from .errors import ErrorJSON, RequestValidationError, StarletteHTTPException, explain
 from .server_config import ServerConfig
 
@@ -240,13 +239,13 @@ class Server(uvicorn.Server):
 
   # Routes of coding agents, which run as chats
 
-  async def responses(self, body: ResponsesRequest) -> fastapi.Response:
-    return await self.serving.answer(body.to_chat(), functools.partial(ResponsesBuilder, body))
+  async def responses(self, body: agents.ResponsesRequest) -> fastapi.Response:
+    return await self.serving.answer(body.to_chat(), functools.partial(agents.ResponsesBuilder, body))
 
-  async def messages(self, body: MessagesRequest) -> fastapi.Response:
-    return await self.serving.answer(body.to_chat(), MessagesBuilder)
+  async def messages(self, body: agents.MessagesRequest) -> fastapi.Response:
+    return await self.serving.answer(body.to_chat(), agents.MessagesBuilder)
 
-  def count_tokens(self, body: MessagesRequest) -> dict[str, int]:   # not async: FastAPI calls it in another thread
+  def count_tokens(self, body: agents.MessagesRequest) -> dict[str, int]:   # not async: runs in another thread
     self.serving.check_model(body.model or None)
     prompt, = protocol.encode_prompts(body.to_chat(), self.serving.engine, self.options.trust_request_chat_template)
     return {"input_tokens": len(prompt["prompt_token_ids"])}

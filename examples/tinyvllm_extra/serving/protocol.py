@@ -25,18 +25,20 @@ Nothing = pydantic.Field(max_length=0)
 
 
 FailFast = pydantic.Field(fail_fast=True)   # stops at the first error of a list, which may have a million elements
-# One or several prompts, each a string or token ids: the value is a list of prompts
-Prompts = Annotated[str | Annotated[list[str], FailFast] | Annotated[list[int], FailFast] | Annotated[
-  list[Annotated[list[int], FailFast]], FailFast], pydantic.AfterValidator(
-    lambda x: [x] if isinstance(x, str) or x and isinstance(x[0], int) else x)]
-# Names of fields. no_effect: of OpenAI and vLLM, by type; those of no_effect_at are limited to the values for which
-# that is true. refused: they change the answer, and are of other routes or of features that tinyvllm lacks
+# One or several prompts, each a string or token ids; the value is a list of prompts
+Prompts = Annotated[str | Annotated[list[str], FailFast] | Annotated[list[int], FailFast] |
+                    Annotated[list[Annotated[list[int], FailFast]], FailFast], pydantic.AfterValidator(
+                      lambda x: [x] if isinstance(x, str) or x and isinstance(x[0], int) else x)]
+# Names of fields, some by type. common: of completions and chats. template: variables of the chat template. no_effect:
+# of OpenAI and vLLM; those of no_effect_at are limited to the values for which that is true. refused: they change the
+# answer, and are of other routes or of features that tinyvllm lacks
 FIELDS = read_json(pathlib.Path(__file__).with_suffix(".json"))
 TYPES: dict[str, object] = {
-  "str": str, "dict": dict, "bool": bool, "float": float, "texts": list[Literal["text"]],
-  "empty list": Annotated[list, Nothing], "empty dict": Annotated[dict, Nothing]}
-NO_EFFECT = {name: TYPES[kind] for kind, names in FIELDS["no_effect"].items() for name in names} | {
-  name: Literal.__getitem__((*values,)) for name, values in FIELDS["no_effect_at"].items()}
+  "str": str, "int": Int, "dict": dict, "dicts": list[dict], "bool": bool, "float": float,
+  "texts": list[Literal["text"]], "empty list": Annotated[list, Nothing], "empty dict": Annotated[dict, Nothing]}
+PLAIN, TEMPLATE, NO_EFFECT = ({name: TYPES[kind] for kind, names in FIELDS[group].items() for name in names}
+                              for group in ("common", "template", "no_effect"))
+NO_EFFECT |= {name: Literal.__getitem__((*values,)) for name, values in FIELDS["no_effect_at"].items()}
 
 
 # strict: --strict-fields; names: the unknown fields that were logged
@@ -126,13 +128,8 @@ class AllowedTools(Body): tools: list[Tool]
 class AllowedToolsChoice(Body): type: Literal["allowed_tools"]
 
 
-COMMON = SAMPLING | NO_EFFECT | {
-  "model": str, "stream": bool, "stream_options": StreamOptions, "response_format": ResponseFormat, "priority": Int,
-  "truncation_side": Literal["left", "right"], "truncate_prompt_tokens": Int, "cache_salt": str,
-  "repeat_penalty": float, **dict.fromkeys(["echo", "return_token_ids", "return_tokens_as_token_ids",
-                                           "add_special_tokens"], bool)}
-TEMPLATE = {"add_generation_prompt": bool, "continue_final_message": bool, "chat_template": str,
-            "documents": list[dict]}   # variables of the chat template
+COMMON = SAMPLING | NO_EFFECT | PLAIN | {
+  "stream_options": StreamOptions, "response_format": ResponseFormat, "truncation_side": Literal["left", "right"]}
 # Checked, but kept as objects, which templates and the functions of tools.py take
 AsObject = pydantic.AfterValidator(lambda body: body.model_dump(exclude_none=True))
 ToolChoice = Annotated[Tool | AllowedToolsChoice, pydantic.Field(discriminator="type"), AsObject]
