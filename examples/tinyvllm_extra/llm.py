@@ -7,10 +7,10 @@ from tinyvllm.backend import Backend, Devices, exclusive
 from tinyvllm.config import InputError, JsonObject, check, logger, option, read_json
 from tinyvllm.engine import Engine, Params, Parts, Prompt, Request, RequestOutput
 
-from . import graph_policy, kernels, programs
+from . import graph_policy, kernels, models, programs, vllm_options
 from .adapters import lora
 from .cache import prefix_cache, snapshots
-from .formats import architecture, hub
+from .formats import hub
 from .kernels import drivers, parallel
 from .options import SAMPLING_DEFAULTS, LLMConfig, LoRARequest, add_fields, document, setup_logging, takes
 from .pooling import embeddings
@@ -19,7 +19,6 @@ from .sampling.params import SamplingParams
 from .serving import engine_metrics
 from .text.huggingface import ChatTokenizer
 from .trace import observer
-from .vllm_options import NO_EFFECT, read_options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     config_class=LLMConfig, make_backend=lambda: kernels.make_backend(),
     open_devices=lambda config: parallel.open_devices(config) if config.tensor_parallel_size > 1 else Devices(),
     open_checkpoint=lora.open_checkpoint,
-    find_model=lambda hf_config, path, config: architecture.choose_model(hf_config, path, config.runner),
+    find_model=lambda hf_config, path, config: models.choose_model(hf_config, path, config.runner),
     params_class=SamplingParams, scheduler_class=lora.LoRAScheduler, logits=logits.ProcessedLogits(),
     open_proposer=lora.open_proposer)
   config: LLMConfig
@@ -61,8 +60,8 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
   def __init__(self, model: str | pathlib.Path | None = None, *, backend: Backend | None = None, **options: object):
     LLMArguments(model=model, backend=backend)   # checks the types
     setup_logging()
-    config = read_options(options, model)
-    ignored = ", ".join(f"{name}={options[name]!r}" for name in sorted(options.keys() & NO_EFFECT.keys()))
+    config = vllm_options.read_options(options, model)
+    ignored = ", ".join(f"{name}={options[name]!r}" for name in sorted(options.keys() & vllm_options.NO_EFFECT.keys()))
     if ignored: logger.info(f"vLLM's options without effect here: {ignored}")
     path = hub.local_path(model, config) if model else None
     with exclusive: programs.prepare_tuned_device()
@@ -75,7 +74,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     self.config = dataclasses.replace(self.config, dtype=getattr(self.backend, "stored_dtype", "") or self.config.dtype)
     self.devices = self.runner.model.devices.names
     self.scheduler.states, self.scheduler.adapters = self.states, self.adapters
-    self.is_embedder = isinstance(self.runner.model, architecture.Embedder)
+    self.is_embedder = isinstance(self.runner.model, models.Embedder)
     check(not (self.is_embedder and self.proposer), "speculative_config must be None for an embedding model")
     # Else `encode` leaves out tokenizer.json's end token, whose hidden state is the embedding
     if self.is_embedder: self.tokenizer.config.pop("add_bos_token", None)

@@ -28,7 +28,7 @@ from tinyvllm import LLM, InputError
 from tinyvllm.backend import Devices, Linear
 from tinyvllm_extra.cache import snapshots
 from tinyvllm_extra.formats import fit
-from tinyvllm_extra.formats.architecture import choose_model, text_config
+from tinyvllm_extra.models import choose_model, text_config
 from tinyvllm_extra.models import MODELS as MODEL_CLASSES, find_model
 from tinyvllm_extra.models.layers import scaled_rope_table
 from tinyvllm_extra.models.recurrent import POSITION, SLOT, delta_kernel

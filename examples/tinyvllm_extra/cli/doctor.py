@@ -13,8 +13,8 @@ from tinygrad.device import ALL_DEVICES
 from tinyvllm import __version__
 from tinyvllm.backend import Devices, Linear
 from tinyvllm.config import InputError, JsonObject, check, read_json
-from tinyvllm_extra import programs
-from tinyvllm_extra.formats import architecture, gguf, hub
+from tinyvllm_extra import models, programs
+from tinyvllm_extra.formats import gguf, hub
 from tinyvllm_extra.formats.fit import DTYPES, GIB, QUANTIZED, estimate_fit, is_in_layer, open_device, prequantized
 from tinyvllm_extra.kernels import drivers, kernel_cache, make_backend, matmul, products
 from tinyvllm_extra.models.matrices import NUMBER_FORMATS
@@ -115,7 +115,7 @@ def tune(name: str, hf: JsonObject, quantization: str | None) -> list[JsonObject
   the content of config.json. quantization: of a model that is not pre-quantized, "int8", "int4" or None."""
   kept = {**prepare_tuned_device()}
   backend = make_backend()
-  config, model_class = architecture.choose_model(hf, pathlib.Path(name))
+  config, model_class = models.choose_model(hf, pathlib.Path(name))
   model = model_class(config, getattr(dtypes, backend.pick_dtype("auto", config)), backend, Devices())
   layers = {(type(x), x.weight.shape, x.axis): x for x in model.modules()
             if isinstance(x, matmul.FastLinear) and x.num_experts == 1 and x.weight.ndim == 8}
@@ -194,7 +194,7 @@ def read_model(path: pathlib.Path) -> tuple[JsonObject, JsonObject]:
   try:
     checkpoint = hub.open_checkpoint(path)
     hf = checkpoint.hf_config
-    architecture.choose_model(hf, path)
+    models.choose_model(hf, path)
   except InputError: raise
   except Exception as error: raise InputError(f"model={str(path)!r}: {reason_of(error)}") from error
   has_weights = path.is_file() or any(path.glob("*.safetensors"))   # config.json alone suffices for the fit

@@ -2,8 +2,8 @@
 import os, pathlib, signal, socket
 
 from tinyvllm.config import InputError, JsonObject, check
-from tinyvllm_extra import options, vllm_options
-from tinyvllm_extra.formats import architecture, hub
+from tinyvllm_extra import models, options, vllm_options
+from tinyvllm_extra.formats import hub
 from tinyvllm_extra.serving.app import Server, ServerConfig
 from tinyvllm_extra.trace import player
 
@@ -25,7 +25,7 @@ def check_model(model: str, options: JsonObject) -> pathlib.Path:
   """Return the path of the model, downloaded if it is a name. Raises InputError unless LLM can load it."""
   config = vllm_options.read_options(options, model)
   path = hub.local_path(model, config)
-  architecture.choose_model(hub.open_checkpoint(path).hf_config, path, config.runner)
+  models.choose_model(hub.open_checkpoint(path).hf_config, path, config.runner)
   return path
 
 

@@ -7,12 +7,10 @@ from tinygrad import Context, Device, dtypes, nn
 from tinyvllm.backend import Devices
 from tinyvllm.config import JsonObject, ModelConfig, check, logger
 from tinyvllm.llama import Llama
-from tinyvllm_extra import kernels, programs
+from tinyvllm_extra import kernels, models, programs
 from tinyvllm_extra.kernels import drivers
 from tinyvllm_extra.models.recurrent import state_shapes
 from tinyvllm_extra.options import LLMConfig
-
-from .architecture import choose_model
 
 if TYPE_CHECKING: from .weights import FastCheckpoint
 
@@ -45,7 +43,7 @@ def estimate_fit(name: str, hf: JsonObject, row: JsonObject, quantization: str |
                  kv_cache_dtype: str = "auto") -> JsonObject:
   """Return a model's memory use on a backend, and the number of KV cache tokens that fit. hf: the content of
   config.json. row: the backend's facts. Raises InputError for an unsupported model."""
-  shape, model_class = choose_model(hf, pathlib.Path(name))
+  shape, model_class = models.choose_model(hf, pathlib.Path(name))
   sizes = {dtype: getattr(dtypes, dtype).itemsize for dtype in DTYPES if row[dtype]}
   # Weights keep the checkpoint's dtype if it is narrower
   stored = min(row["dtype"], hf.get("dtype") or hf.get("torch_dtype"), key=lambda dtype: sizes.get(dtype, 4))

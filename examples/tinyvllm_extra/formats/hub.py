@@ -7,9 +7,10 @@ from tinygrad.helpers import size_to_str
 
 from tinyvllm.config import InputError, JsonObject, check, logger, read_json
 from tinyvllm_extra.kernels.cuda_source import has_wgmma, speaks_c
+from tinyvllm_extra.models import text_config
 from tinyvllm_extra.options import LLMConfig, optional, setup_logging
 
-from . import architecture, fit, gguf
+from . import fit, gguf
 from .weights import FastCheckpoint, SafetensorsCheckpoint
 
 # ORG/NAME, or for a GGUF model ORG/NAME:TYPE or ORG/NAME:FILE. A name that ends with .gguf is a path
@@ -68,7 +69,7 @@ def open_checkpoint(path: pathlib.Path, quantization: str | None = None, activat
   activation_quantization. Raises InputError for anything else."""
   is_gguf = path.suffix == ".gguf" and not path.is_dir()
   checkpoint: FastCheckpoint = gguf.GGUFCheckpoint(path) if is_gguf else SafetensorsCheckpoint(path)
-  checkpoint.hf_config = architecture.text_config(checkpoint.hf_config)
+  checkpoint.hf_config = text_config(checkpoint.hf_config)
   checkpoint.quantization = None if is_gguf and quantization == "gguf" else quantization   # any file, as in vLLM
   check(activations != "int8" or speaks_c(), "activation_quantization='int8' needs a CPU with clang: use 'auto'")
   check(activations != "fp8" or has_wgmma(), "activation_quantization='fp8' needs DEV=CUDA and Hopper: use 'auto'")

@@ -252,3 +252,14 @@ class LlamaVariant(Llama):
     if self.config.logits_scale != 1: logits = logits * self.config.logits_scale
     cap = self.config.logits_cap
     return (logits / cap).tanh() * cap if cap else logits
+
+
+class Embedder(Llama):
+  """A model without lm_head: returns float32 hidden states, (S, hidden), after the final norm, in place of logits. An
+  embedding is the one of the last token."""
+  def __init__(self, config: ModelConfig, dtype: DType, backend: Backend, devices: Devices):
+    check_one_device(len(devices.names), " for an embedding model")
+    super().__init__(dataclasses.replace(config, tie_word_embeddings=True), dtype, backend, devices)
+    self.lm_head = lambda h, dtype: h.cast(dtype).contiguous()   # type: ignore[assignment]
+
+  __call__ = Llama.__call__   # hidden states are not scaled as LlamaVariant's logits

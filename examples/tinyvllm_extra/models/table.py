@@ -10,10 +10,11 @@ from typing import Any
 from tinyvllm.config import SUPPORTED, JsonObject, ModelConfig, check, read_json
 from tinyvllm.llama import Llama
 
-from .layers import SCALINGS, VariantConfig
+from .layers import SCALINGS, Embedder, VariantConfig
 
 TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
 MODELS = {"LlamaForCausalLM", *TABLES}
+MODULES = {"Transformer", "Pooling", "Normalize"}   # sentence-transformers' modules that tinyvllm computes
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}   # a method of Tensor, whose gelu is the tanh approximation
 NO_ROTATION: JsonObject = {"rope_type": "factors", "factors": math.inf, "rope_theta": 1.0}
 ROPE_TYPES = (*SUPPORTED["rope_type"], *SCALINGS)
@@ -162,3 +163,31 @@ def find_model(hf: JsonObject, path: pathlib.Path) -> tuple[ModelConfig, type[Ll
   for name in [rope["rope_type"] for rope in values["ropes"]]:
     check(name in ROPE_TYPES, f"{path}: rope_type {name!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
   return VariantConfig(**vars(core) | values), named(row.get("model", "layers.LlamaVariant"))
+
+
+def text_config(hf: JsonObject) -> JsonObject:
+  """Return the config of a model or of its part for text, without null fields."""
+  own = {x: hf.get(x) for x in ("architectures", "eos_token_id", "tie_word_embeddings")}
+  return {x: value for part in (hf, hf.get("text_config") or {}, own) for x, value in part.items() if value is not None}
+
+
+def is_embedder(path: pathlib.Path, runner: str) -> bool:
+  """Return whether to compute embeddings with a model: as LLM's option `runner` says, or if it is auto, for a folder
+  with modules.json of sentence-transformers, as in vLLM. Raises InputError for pooling other than of the last token."""
+  folder = path if path.is_dir() else path.parent
+  modules: Any = read_json(path / "modules.json") if path.is_dir() else {}
+  if runner == "generate" or runner == "auto" and not modules: return False
+  unsupported = [x["type"] for x in modules if x["type"].rpartition(".")[2] not in MODULES]
+  check(not unsupported, f"model: {folder}: modules.json has {unsupported}; supported: {', '.join(sorted(MODULES))}: "
+        "choose another model")
+  pooling = read_json(folder / "1_Pooling" / "config.json") or {"pooling_mode_lasttoken": True}
+  check(pooling.get("pooling_mode_lasttoken"), f"model: {folder}: 1_Pooling/config.json: pooling_mode_lasttoken must "
+        "be true, because only the last token has seen the whole text: choose another model")
+  return True
+
+
+def choose_model(hf_config: JsonObject, path: pathlib.Path, runner: str = "auto") -> tuple[ModelConfig, type[Llama]]:
+  """Like find_model, for any config.json. Return the class of an Embedder to compute embeddings. runner: see
+  is_embedder."""
+  config, model_class = find_model(text_config(hf_config), path)
+  return config, type("Embedder", (Embedder, model_class), {}) if is_embedder(path, runner) else model_class
