@@ -1,6 +1,6 @@
 """Writes a trace: a header, then a line of JSON for each step of an engine. examples/docs/trace.md describes the lines.
 The engine's thread only collects them; another one writes. Without a trace, no code of this module runs in a step."""
-import collections, contextlib, io, json, os, pathlib, threading, time, typing, weakref
+import collections, contextlib, io, json, os, pathlib, queue, threading, time, typing, weakref
 
 from tinyvllm.config import InputError, JsonObject, logger
 from tinyvllm.engine import Engine
@@ -34,16 +34,12 @@ def tokens_of(scheduled: Scheduled, length: int) -> JsonObject:
           "sampled": sampled, "finished": seq.finish_reason}
 
 
-def write_lines(file: io.FileIO, lines: collections.deque[JsonObject | None]) -> None:
+def write_lines(file: io.FileIO, lines: queue.SimpleQueue[JsonObject | None]) -> None:
   """Write lines until the None. Each is written in one call, so that it is complete or absent. A Sequence in a line
   stands for its name. After an error, the file ends with its last line."""
   size = 0
-  while True:
-    time.sleep(0.05)   # an engine that wakes this thread in each step would be slower
-    while lines:
-      line = lines.popleft()
-      if line is None: return file.close()
-      if file.closed: continue
+  for line in iter(lines.get, None):
+    if not file.closed:
       data = f"{json.dumps(line, separators=(',', ':'), default=name_of)}\n".encode()
       try:
         if file.write(data) != len(data): raise OSError("no space is left")
@@ -52,10 +48,12 @@ def write_lines(file: io.FileIO, lines: collections.deque[JsonObject | None]) ->
         logger.warning(f"trace: {file.name!r} ends before step {line.get('step', 0)}: {error}")
         with contextlib.suppress(OSError): file.truncate(size)
         file.close()
+    if lines.empty(): time.sleep(0.05)   # an engine that wakes this thread in each step would be slower
+  file.close()
 
 
-def stop(lines: collections.deque[JsonObject | None], thread: threading.Thread) -> None:
-  lines.append(None)
+def stop(lines: queue.SimpleQueue[JsonObject | None], thread: threading.Thread) -> None:
+  lines.put(None)
   if thread is not threading.current_thread(): thread.join()   # it may collect the engine as garbage
 
 
@@ -67,9 +65,10 @@ class Tracer:
   that writes the last lines, and closes the file."""
   def __init__(self, engine: Engine, scheduler: SnapshotScheduler, file: io.FileIO):
     self.scheduler, self.blocks, self.size = scheduler, engine.blocks, engine.config.block_size
-    self.lines = collections.deque[JsonObject | None]([{
+    self.lines = queue.SimpleQueue[JsonObject | None]()
+    self.lines.put({
       "format": "tinyvllm trace", "version": 1, "model": str(engine.path), "options": repr(engine.config),
-      "devices": engine.runner.model.devices.names, "num_blocks": self.blocks.num_blocks, "block_size": self.size}])
+      "devices": engine.runner.model.devices.names, "num_blocks": self.blocks.num_blocks, "block_size": self.size})
     self.tables: dict[Sequence, list[int]] = {}
     self.cached = set[int]()
     self.steps = collections.deque[tuple[JsonObject, float, list[Scheduled]]]()
@@ -137,7 +136,7 @@ class Tracer:
                       for block in x.table[x.positions.start // self.size:x.positions.stop // self.size]
                       if block not in self.cached and self.blocks.is_cached(block)]
     self.cached.update(block for block, _ in line["cached"])
-    self.lines.append(line | {"tables_after": [] if self.steps else self.table_changes({})})
+    self.lines.put(line | {"tables_after": [] if self.steps else self.table_changes({})})
     self.num_steps += 1
 
   def trace_reset(self) -> None:
