@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes
@@ -45,11 +44,11 @@ def compiled(source: str) -> ctypes.CDLL:
     return ctypes.CDLL(library)
 
 
-def run(make: Callable[[dict[str, UOp]], cuda_source.Launch], **tensors: Tensor | None) -> list[Tensor]:
+def run(launch: cuda_source.Launch, **tensors: Tensor | None) -> list[Tensor]:
   """Like cuda_source.run, at once."""
   given = {name: x for name, x in tensors.items() if x is not None}
   operands = {name: UOp.placeholder(x.max_shape, x.dtype, i) for i, (name, x) in enumerate(given.items())}
-  program = cuda_source.program_of(make, operands)
+  program = cuda_source.program_of(launch, operands)
   # numpy has no bfloat16
   is_bf16 = [x.dtype == dtypes.bfloat16 for x in given.values()]
   words = [x.bitcast(dtypes.uint16) if bf16 else x for x, bf16 in zip(given.values(), is_bf16, strict=True)]

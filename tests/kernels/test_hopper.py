@@ -55,7 +55,7 @@ def test_packed_order_is_that_of_wgmma(T, K, count, hopper):
   pack = {"T": T, "K": K, "ROWS": rows, "ROWS_OF_STEP": f"tokens[{products.COUNT * T}]", "TYPE": '"f16"', "IS_E4M3": 0}
   launch = cuda_source.Launch("pack", "pack.cu", pack, (T, 1, 1), 256, 32)
   out = Tensor.zeros(T, K, dtype=dtypes.float16).contiguous().realize()
-  packed = cuda_source.run(lambda _: launch, out=out, x=on_device(x), tokens=tokens)[0].numpy().reshape(expected.shape)
+  packed = cuda_source.run(launch, out=out, x=on_device(x), tokens=tokens)[0].numpy().reshape(expected.shape)
   exists = np.arange(T).reshape(T // rows, 1, rows, 1) < count
   np.testing.assert_array_equal(packed.view(np.uint16), np.where(exists, expected, 0).view(np.uint16))
 

@@ -1,6 +1,5 @@
 """Makes kernels of tinygrad from CUDA sources and, for CPUs, from C sources."""
 import functools, pathlib
-from collections.abc import Callable
 from typing import NamedTuple
 
 from tinygrad import Device, Tensor, UOp, dtypes
@@ -58,14 +57,14 @@ class Launch(NamedTuple):
   shared_bytes: int = 0
 
 
-def run(make: Callable[[dict[str, UOp]], Launch], **tensors: Tensor | None) -> list[Tensor]:
-  """Return the tensors after a kernel. make: called with the operands of one device. tensors: by names of OPERANDS."""
-  return call(functools.partial(program_of, make), **tensors)
+def run(launch: Launch, **tensors: Tensor | None) -> list[Tensor]:
+  """Return the tensors after a kernel. tensors: by names of OPERANDS."""
+  return call(functools.partial(program_of, launch), **tensors)
 
 
-def program_of(make: Callable[[dict[str, UOp]], Launch], operands: dict[str, UOp]) -> UOp:
+def program_of(launch: Launch, operands: dict[str, UOp]) -> UOp:
   """Return a kernel whose source is still to be compiled."""
-  launch, slots = make(operands), tuple(range(len(operands)))
+  slots = tuple(range(len(operands)))
   name = f"{launch.name}_smem{launch.shared_bytes}"   # see use_dynamic_shared_memory
   is_c, last_core = not speaks_cuda(), launch.groups[0] - 1
   core = UOp.param(len(slots), dtypes.int, (), vmin_vmax=(0, last_core), name="core_id", addrspace=AddrSpace.ALU)

@@ -1,6 +1,5 @@
 """The backend that is faster than the core's: attention and matrix kernels with a fixed schedule for CPUs, GPUs and
 NVIDIA tensor cores; layers traced once; lowered kernels cached on disk."""
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,20 +30,15 @@ class FastSampler(Sampler):
   def keep_top(self, p: Tensor, weights: Tensor, target: Tensor) -> Tensor:
     """Like Sampler's, with sampler.cu in CUDA, and in C on a CPU. weights: p or ones."""
     if not (cuda_source.speaks_cuda() or cuda_source.speaks_c()): return super().keep_top(p, weights, target)
-    launch = functools.partial(launch_sampler, counts=weights is not p)
+    (S, V), is_c = p.max_shape, not cuda_source.speaks_cuda()
+    parts, threads = (cpu_cores(), 1) if is_c else (8, 512) if cuda_source.has_wgmma() else (1, 1024)
+    definitions = {"S": S, "V": V, "IS_C": int(is_c), "PARTS": parts, "THREADS": threads, "ALL": parts * threads,
+                   "COUNT": -(-V // (parts * threads)), "CLUSTER": f"__cluster_dims__({parts})" if parts > 1 else "",
+                   "FIRST": "core_id" if is_c else "blockIdx.y", "STEP": parts if is_c else S,
+                   "COUNTS": int(weights is not p), "TYPE": '"f16"'}
+    launch = cuda_source.Launch(f"keep_top_{S}_{V}", "sampler.cu", definitions, (parts, 1 if is_c else S, 1), threads,
+                                3 * 4 * (threads // 32 + 2 * parts))
     return cuda_source.run(launch, out=p.empty_like(), x=p, goals=target.contiguous())[0]
-
-
-def launch_sampler(operands: dict[str, UOp], counts: bool) -> cuda_source.Launch:
-  """Return the launch of sampler.cu."""
-  (S, V), is_c = operands["x"].max_shape, not cuda_source.speaks_cuda()
-  parts, threads = (cpu_cores(), 1) if is_c else (8, 512) if cuda_source.has_wgmma() else (1, 1024)
-  definitions = {"S": S, "V": V, "IS_C": int(is_c), "PARTS": parts, "THREADS": threads, "ALL": parts * threads,
-                 "COUNT": -(-V // (parts * threads)), "CLUSTER": f"__cluster_dims__({parts})" if parts > 1 else "",
-                 "FIRST": "core_id" if is_c else "blockIdx.y", "STEP": parts if is_c else S, "COUNTS": int(counts),
-                 "TYPE": '"f16"'}
-  return cuda_source.Launch(f"keep_top_{S}_{V}", "sampler.cu", definitions, (parts, 1 if is_c else S, 1), threads,
-                            3 * 4 * (threads // 32 + 2 * parts))
 
 
 def flatten(x: Tensor) -> Tensor:
@@ -129,9 +123,8 @@ class FastBackend(MixtureBackend):
     """Like the core's. A model that overflows float16 gets bfloat16 or, if the device lacks it, float32. A CPU stores
     weights and KV cache in float16 or bfloat16, and computes in float32, which is faster."""
     if isinstance(model, VariantConfig) and model.overflows_float16:
-      has_bfloat16 = dtypes.bfloat16 in renderer().supported_dtypes()
       if name == "auto" and Device.DEFAULT != "CPU": name = "bfloat16"
-      if name == "bfloat16" and not has_bfloat16: name = "float32"
+      if name == "bfloat16" and dtypes.bfloat16 not in renderer().supported_dtypes(): name = "float32"
       if name in ("float16", "half"): return name   # the model refuses it
     picked = super().pick_dtype(name, model)
     self.stored_dtype = picked if cpu_cores() and getattr(dtypes, picked) != dtypes.float32 else ""

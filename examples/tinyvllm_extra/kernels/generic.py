@@ -30,15 +30,15 @@ SMALLEST = 1e-30   # lower limit of a head's largest number, to avoid division b
 def read(tensors: dict[str, Tensor], options: ScoreOptions) -> Tensor:
   """Attend to the cache. tensors: out and q, (T, KV, G, D), keys, values and scales (int8 only) of the cache, table,
   (slots, max_blocks), tokens, and sinks, (H,), if there are any. Return `out`."""
-  if cuda_source.speaks_c(): return cuda_source.run(functools.partial(launch, options=options), **tensors)[0]
+  if cuda_source.speaks_c(): return cuda_source.run(launch(tensors, options), **tensors)[0]
   return call(lambda operands: attend_kernel(options, **operands), **tensors)[0]
 
 
-def launch(operands: dict[str, UOp], options: ScoreOptions) -> cuda_source.Launch:
+def launch(tensors: dict[str, Tensor], options: ScoreOptions) -> cuda_source.Launch:
   """Return the launch of attention.c."""
-  (T, _, G, D), keys, cores = operands["q"].max_shape, operands["keys"], cpu_cores()
+  (T, _, G, D), keys, cores = tensors["q"].max_shape, tensors["keys"], cpu_cores()
   block_size = keys.max_shape[3]
-  return cuda_source.Launch(f"attend_{T}", "attention.c", options.definitions(operands) | {
+  return cuda_source.Launch(f"attend_{T}", "attention.c", options.definitions(tensors) | {
     "ELEMENT": keys.dtype.name, "half": "_Float16", "BLOCK_SIZE": block_size, "CORES": cores, "TILE": max(1, 48 // G),
     "STEP": max(1, 64 // block_size) * block_size, "LANES": math.gcd(-(-D // 16) * 16, 64 if AVX512 else 16),
     "ROWS": 6 if T > 64 else min(G, 6)}, (cores, 1, 1))

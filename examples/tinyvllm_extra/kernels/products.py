@@ -114,14 +114,14 @@ def multiply(layer: "FastLinear", out: Tensor, x: Tensor, tiles: Tiles | None, a
     macros = {name: definitions[name] for name in ("T", "K", "ROWS", "ROWS_OF_STEP", "TYPE", "IS_E4M3")}
     packed = new(x, T, K + 4, dtype=dtypes.uint8) if is_e4m3 else new(x, T, K)   # with a scale per row
     pack = cuda_source.Launch(f"pack_{T}_{K}", "pack.cu", macros, (T, 1, 1), 256, 32)
-    x = cuda_source.run(lambda _: pack, out=packed, x=x, tokens=tokens)[0]
+    x = cuda_source.run(pack, out=packed, x=x, tokens=tokens)[0]
     scratch = {"partial": new(x, num_flags * 16 * tiles.rows, dtype=dtypes.float32),   # 128 per row for each block
                "flags": layer.flags}
     stage = tiles.rows * 128 + (1024 * sizes["BITS"] << is_e4m3)
     definitions |= {"STAGES": SHARED_BYTES // stage, **cuda_source.wgmma(tiles.rows, is_e4m3)}
     launch = cuda_source.Launch(f"wgmma_{tiles.rows}_{sizes['N']}_{K}", "wgmma.cu", definitions,
                                 (num_flags // 8, 1, 1), 384, SHARED_BYTES // stage * stage + 2048)
-  return cuda_source.run(lambda _: launch, out=out, weight=layer.weight, x=x, tokens=tokens, **scratch, **layer.scales,
+  return cuda_source.run(launch, out=out, weight=layer.weight, x=x, tokens=tokens, **scratch, **layer.scales,
                          bias=layer.bias, row_groups=row_groups)[0]
 
 

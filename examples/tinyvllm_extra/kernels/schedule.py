@@ -91,9 +91,9 @@ class ScoreOptions:
     """Return the factor from q . k to a score."""
     return LOG2_E * (self.scale or D**-0.5)
 
-  def definitions(self, operands: dict[str, UOp]) -> dict[str, object]:
-    """Return the macros of all sources of attention. operands: see tensor_cores.attend."""
-    (T, KV, G, D), max_blocks = operands["q"].max_shape, operands["table"].max_shape[1]
+  def definitions(self, tensors: dict[str, Tensor]) -> dict[str, object]:
+    """Return the macros of all sources of attention. tensors: see tensor_cores.attend."""
+    (T, KV, G, D), max_blocks = tensors["q"].max_shape, tensors["table"].max_shape[1]
     columns = [*TOKENS.formats]
     return {"T": T, "KV": KV, "G": G, "D": D, "MAX_BLOCKS": max_blocks, "SLOT": columns.index("slot"),
             "POSITION": columns.index("position"), "WINDOW": self.window, "CAP": f"{self.cap:f}f",

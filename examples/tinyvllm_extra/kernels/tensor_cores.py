@@ -69,34 +69,34 @@ def read_tiles(tensors: dict[str, Tensor], options: ScoreOptions) -> Tensor:
   # Split-KV: with few tokens and possibly long contexts, several work groups share a token and a K/V head
   context = min(table.shape[1] * BS, options.window or 2**31)
   splits = max(1, MIN_WORK_GROUPS // (T * KV)) if context > 1024 and T <= MAX_DECODE else 1
-  launch = functools.partial(launch_attention, options=options, splits=splits)
   for is_prefill in (False, True)[:1 + (T > MAX_DECODE)] if splits == 1 else ():
-    out = cuda_source.run(functools.partial(launch, is_prefill=is_prefill), **tensors | {"out": out})[0]
+    out = cuda_source.run(launch_attention(tensors, options, splits, is_prefill), **tensors | {"out": out})[0]
   if splits == 1: return out
+  launch = launch_attention(tensors, options, splits, False)
   sinks = [tensors.pop("sinks")] if "sinks" in tensors else []
   means, logs = [Tensor.empty(splits, *x, dtype=dtypes.float32, device=q.device) for x in (q.shape, q.shape[:3])]
   means, *_, logs = cuda_source.run(launch, **tensors | {"out": means, "logs": logs})
   return out.custom_kernel(means, logs, *sinks, fxn=combine_kernel)[0]
 
 
-def launch_attention(operands: dict[str, UOp], options: ScoreOptions, splits: int, is_prefill: bool = False) -> Launch:
+def launch_attention(tensors: dict[str, Tensor], options: ScoreOptions, splits: int, is_prefill: bool) -> Launch:
   """Return the launch of attention.cu or, for chunks on Hopper, attention_hopper.cu. out: (T, KV, G, D), or with
   split-KV (splits, T, KV, G, D) in float32. logs: (splits, T, KV, G), log2 of the sum of the weights."""
-  (T, KV, G, D), slots = operands["q"].max_shape, operands["table"].max_shape[0]
-  is_bytes, num_decodes = operands["keys"].dtype != dtypes.half, min(T, slots) if T > MAX_DECODE else T
+  (T, KV, G, D), slots = tensors["q"].max_shape, tensors["table"].max_shape[0]
+  is_bytes, num_decodes = tensors["keys"].dtype != dtypes.half, min(T, slots) if T > MAX_DECODE else T
   block_bytes = 2 * BS * D * (1 if is_bytes else 2)
   # Shared memory has two stages of K and V, then the results of each warp
   limit = (SHARED_BYTES << cuda_source.has_wgmma()) // max(2 * block_bytes, G * (D + 1) * 4)
   warps = min(16, max(2, DECODE_WARPS // (num_decodes * KV)), limit)
   tile_warps = 4 if D <= 128 else tile_size(T) // 16   # with 16 rows of 256 numbers, a warp's registers are full
   tile, warps, rows = (tile_size(T), tile_warps, tile_size(T) // tile_warps) if is_prefill else (1, warps, G)
-  definitions = options.definitions(operands) | {
-    "TYPE": f'"{cuda_source.TYPES[operands["q"].dtype]}"', "WARPS": warps, "M": max(1, rows // 16), "SPLITS": splits,
+  definitions = options.definitions(tensors) | {
+    "TYPE": f'"{cuda_source.TYPES[tensors["q"].dtype]}"', "WARPS": warps, "M": max(1, rows // 16), "SPLITS": splits,
     "IS_PREFILL": int(is_prefill), "IS_BYTES": int(is_bytes), "TILE": tile, "HAS_TILES": int(T > MAX_DECODE),
     "STAGE": STAGE if is_prefill else 1, "NUM_WORDS": TOKENS.num_words}
   groups = (KV * G, min(T, T // tile + slots - 1), 1) if is_prefill else (KV, num_decodes, splits)
   if (is_prefill and D in (64, 128) and cuda_source.has_wgmma()
-      and not (is_bytes or options.window or options.cap or "sinks" in operands)):
+      and not (is_bytes or options.window or options.cap or "sinks" in tensors)):
     return Launch(f"attend_{T}", "attention_hopper.cu", definitions | cuda_source.wgmma(D), groups, 384, HOPPER_BYTES)
   shared_bytes = max(warps * rows * (D + 1) * 4, 2 * block_bytes * (STAGE if is_prefill else warps))
   return Launch(f"attend_{T}", "attention.cu", definitions, groups, 32 * warps, shared_bytes)
