@@ -12,7 +12,6 @@ from tinygrad.uop.ops import AxisType
 
 from tinyvllm.backend import GateUp, Linear, Norm, cpu_cores
 from tinyvllm.llama import Checkpoint
-from tinyvllm_extra.models.experts import group_by_expert
 from tinyvllm_extra.models.matrices import (STORED, UNQUANTIZED, Matrix, Quantized, narrow, pack_numbers,
                                             prepare_scales, reorder, scales_shape, stored_shape, stored_weights)
 
@@ -120,13 +119,25 @@ class FastGateUp(GateUp, FastLinear):
 class FastExperts(FastLinear):
   """Matrices of several experts, stacked in one W in stored layout. sources: the first expert's, the second's, ..."""
   def group_rows(self, ids: Tensor) -> Tensor:
-    """Return row_groups for kernels (see linear_kernel), sorted by expert. ids: (T, k) int32, experts of each token.
-    With few tokens, each row has its own group."""
+    """Return row_groups for kernels (see linear_kernel), sorted by expert: (G, 1 + rows) int32, each group's expert and
+    up to `rows` pairs of it, P for none. With few pairs, each has its own group. ids: (T, k) int32, the experts of each
+    token, whose P = T * k pairs are numbered in this order."""
     experts = ids.flatten()                                             # (P,)
     num_pairs, count = experts.max_shape[0], self.num_experts
     if num_pairs <= count: return experts.reshape(-1, 1).contiguous()
     rows = SUMS if cpu_cores() else (8, 32)[num_pairs > 16 * count]   # few or many rows of each expert
-    return group_by_expert(experts, count, rows)
+    num_groups = (num_pairs + count * (rows - 1)) // rows               # at most
+    expert, pair = Tensor.arange(count), Tensor.arange(num_pairs)
+    def sums(x: Tensor) -> Tensor: return x.sum(1, dtype=dtypes.int32)
+    groups = ((sums(experts == expert.unsqueeze(1)) + rows - 1) // rows).contiguous()   # (E,), of each expert
+    before = sums((expert < experts.unsqueeze(1)).where(groups, 0))     # (P,), groups of earlier experts
+    rank = sums((experts == experts.unsqueeze(1)) & (pair < pair.unsqueeze(1)))   # (P,), earlier pairs of the expert
+    place = (before * rows + rank).contiguous()                         # (P,), a pair's place in the groups
+    places = Tensor.arange(num_groups * rows).unsqueeze(1)
+    targets = sums((place == places).where(pair - num_pairs, 0)) + num_pairs    # (G * rows,)
+    ends = sums((expert <= expert.unsqueeze(1)).where(groups, 0)).contiguous()   # (E,)
+    group_experts = sums(ends <= Tensor.arange(num_groups).unsqueeze(1)).minimum(count - 1)   # (G,)
+    return group_experts.reshape(-1, 1).cat(targets.reshape(-1, rows), dim=1).contiguous()
 
 
 # Whether linear.c can read W, and multiply it by x

@@ -30,26 +30,6 @@ def choose_experts(logits: Tensor, k: int, is_normalized: bool) -> tuple[Tensor,
   return ids.contiguous(), weights.contiguous()
 
 
-def sums(x: Tensor) -> Tensor: return x.sum(1, dtype=dtypes.int32)
-
-
-def group_by_expert(experts: Tensor, count: int, rows: int) -> Tensor:
-  """Return groups of up to `rows` pairs with the same expert, (G, 1 + rows) int32: the expert, then its pairs, P for
-  none, sorted by expert. experts: (P,) int32, the expert of each pair, one of `count`."""
-  num_pairs = experts.max_shape[0]
-  num_groups = (num_pairs + count * (rows - 1)) // rows               # at most
-  expert, pair = Tensor.arange(count), Tensor.arange(num_pairs)
-  groups = ((sums(experts == expert.unsqueeze(1)) + rows - 1) // rows).contiguous()   # (E,), of each expert
-  before = sums((expert < experts.unsqueeze(1)).where(groups, 0))     # (P,), groups of earlier experts
-  rank = sums((experts == experts.unsqueeze(1)) & (pair < pair.unsqueeze(1)))   # (P,), earlier pairs of the expert
-  place = (before * rows + rank).contiguous()                         # (P,), a pair's place in the groups
-  places = Tensor.arange(num_groups * rows).unsqueeze(1)
-  targets = sums((place == places).where(pair - num_pairs, 0)) + num_pairs    # (G * rows,)
-  ends = sums((expert <= expert.unsqueeze(1)).where(groups, 0)).contiguous()   # (E,)
-  group_experts = sums(ends <= Tensor.arange(num_groups).unsqueeze(1)).minimum(count - 1)   # (G,)
-  return group_experts.reshape(-1, 1).cat(targets.reshape(-1, rows), dim=1).contiguous()
-
-
 class MixtureLayer(VariantLayer):
   """A transformer block with experts and, with config.has_shared_expert, an MLP for all tokens: see `mlp`."""
   def make_mlp(self) -> None:
