@@ -14,9 +14,9 @@ LOWEST = -1e30   # score with weight 0; not -inf, because inf - inf is NaN
 LOG2_E = math.log2(math.e)
 
 
-def axes(first: int, *extents: sint, axis_type: AxisType = AxisType.WEAK) -> list[UOp]:
+def axes(first: int, *extents: sint) -> list[UOp]:
   """Return one range per extent, numbered from `first`."""
-  return [UOp.range(extent, first + i, axis_type) for i, extent in enumerate(extents)]
+  return [UOp.range(extent, first + i, AxisType.WEAK) for i, extent in enumerate(extents)]
 
 
 def kernel_of(name: str, store: UOp, opts: tuple[Opt, ...] | None = None) -> UOp:
@@ -39,14 +39,14 @@ def unrolled(extent: sint, by: int, axis_id: int) -> UOp:
   return axis(extent // by, axis_id) * by + axis(by, axis_id + 1, AxisType.UNROLL)
 
 
-def fold(x: UOp, op: Ops = Ops.ADD, types: tuple = (AxisType.REDUCE, AxisType.UNROLL, AxisType.GROUP_REDUCE)) -> UOp:
-  """Reduce x with `op` over its axes of the given types."""
-  return x.reduce(*[a for a in x.ranges if a.arg[1] in types], arg=op)
+def fold(x: UOp, op: Ops = Ops.ADD) -> UOp:
+  """Reduce x with `op` over its REDUCE and UNROLL axes."""
+  return x.reduce(*[a for a in x.ranges if a.arg[1] in (AxisType.REDUCE, AxisType.UNROLL)], arg=op)
 
 
-def end(store: UOp, *types: AxisType) -> UOp:
-  """End a store's UPCAST axes and its axes of the given types. Other axes, such as threads, stay open."""
-  return store.end(*[a for a in store.ranges if a.arg[1] in (AxisType.UPCAST, *types)])
+def end(store: UOp) -> UOp:
+  """End a store's UPCAST axes. Other axes, such as threads, stay open."""
+  return store.end(*[a for a in store.ranges if a.arg[1] == AxisType.UPCAST])
 
 
 def lane_axis() -> tuple[AxisType, AddrSpace]:
