@@ -315,27 +315,23 @@ def byte_level(lib: types.ModuleType, pre: str, config: JsonObject) -> Any:
   return bpe
 
 
-def encode_protobuf(*fields: tuple[int, int | float | bytes]) -> bytes:
-  """Encode a message of (field number, value) pairs."""
-  def varint(n: int) -> bytes: return bytes([n & 127 | 128]) + varint(n >> 7) if n > 127 else bytes([n])
-  def field(number: int, value: int | float | bytes) -> bytes:
-    if isinstance(value, float): return varint(number << 3 | 5) + struct.pack("<f", value)
-    if isinstance(value, int): return varint(number << 3) + varint(value)
-    return varint(number << 3 | 2) + varint(len(value)) + value
-  return b"".join(field(number, value) for number, value in fields)
+# Fields of a message in Protocol Buffers' format, by number
+def varint(n: int) -> bytes: return bytes([n & 127 | 128]) + varint(n >> 7) if n > 127 else bytes([n])
+def integer(number: int, n: int) -> bytes: return varint(number << 3) + varint(n)
+def real(number: int, x: float) -> bytes: return varint(number << 3 | 5) + struct.pack("<f", x)
+def content(number: int, data: bytes) -> bytes: return varint(number << 3 | 2) + varint(len(data)) + data
 
 
 def sentencepiece_model(config: JsonObject) -> bytes:
   """Return the content of tokenizer.model, for a vocabulary that merges by score. Field numbers are from
   sentencepiece_model.proto."""
   pieces = [*zip(config["tokens"], config["scores"], config["token_type"], strict=True)]
-  messages = [(1, encode_protobuf((1, text.encode()), (2, score), (3, type_id))) for text, score, type_id in pieces]
-  bpe = 2
+  messages = [content(1, text.encode()) + real(2, score) + integer(3, type_id) for text, score, type_id in pieces]
   has_bytes = any(type_id == BYTE for *_, type_id in pieces)
-  trainer = encode_protobuf((3, bpe), (4, len(pieces)), (35, has_bytes))
-  spaces = encode_protobuf((1, b"identity"), (3, bool(config.get("add_space_prefix", True))),
-                           (4, bool(config.get("remove_extra_whitespaces", False))))
-  return encode_protobuf(*messages, (2, trainer), (3, spaces))
+  trainer = integer(3, 2) + integer(4, len(pieces)) + integer(35, has_bytes)   # 2: BPE
+  adds_prefix = bool(config.get("add_space_prefix", True))
+  spaces = content(1, b"identity") + integer(3, adds_prefix) + integer(4, bool(config.get("remove_extra_whitespaces")))
+  return b"".join(content(1, x) for x in messages) + content(2, trainer) + content(3, spaces)
 
 
 def make_tokenizer(path: pathlib.Path, metadata: JsonObject, vocab_size: int) -> ChatTokenizer:

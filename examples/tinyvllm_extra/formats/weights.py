@@ -138,8 +138,7 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights):
     is_matrix = suffix == "weight" and len(shape) == 2
     x = self.array(name, *shape) if not is_matrix else self.merged(
       module, self.read_matrices({module: (shape[0], shape[1])})[0])
-    array = dequantize(self.ordered(module, x), self.dtype)
-    return Tensor(to_float32(array) if array.dtype == np.uint16 else np.asarray(array))
+    return Tensor(to_float32(dequantize(self.ordered(module, x), self.dtype)))   # exact, and cast by the module
 
   def ordered(self, name: str, x: Matrix) -> Matrix:
     """Return a matrix or a bias with its rows in the model's order."""
