@@ -292,8 +292,7 @@ def test_save_overwrites_damaged_prefix_cache_but_no_other_file(llm, file, tmp_p
   run(restart(llm), prompt(5 * BS, "other"))
   other = tmp_path / "notes"
   other.write_text("hello " * 1000)
-  with pytest.raises(FileExistsError, match="'.*notes' is not a prefix cache: remove it"):
-    llm.save_prefix_cache(other)
+  with pytest.raises(FileExistsError, match="'.*notes' is not a prefix cache: remove it"): llm.save_prefix_cache(other)
   assert other.read_text() == "hello " * 1000
   for size in (0, 5, 8, 60):
     file.write_bytes(file.read_bytes()[:size])

@@ -15,7 +15,6 @@ import shlex
 import subprocess
 import sys
 from unittest import mock
-from unittest.mock import MagicMock
 
 import pytest
 from helpers.commands import FLAGS, PYTHONPATH, error_line, parse_command, run_command, run_process, run_python
@@ -179,8 +178,7 @@ def test_environment_variables_set_flags_below_the_command_line(words_folder, wo
   env = {"TINYVLLM_MODEL": str(words_folder), "TINYVLLM_MAX_TOKENS": "12", "TINYVLLM_TEMPERATURE": "0.7",
          "TINYVLLM_ENABLE_PREFIX_CACHING": "0", "TINYVLLM_CONFIG": str(tmp_path / "config.yaml"),
          "TINYVLLM_BLOCK_SIZE": "7", "TINYVLLM_API_KEY": "only for serve", "TINYVLLM_SEED": ""}
-  with pytest.MonkeyPatch.context() as patch:
-    for name, value in env.items(): patch.setenv(name, value)
+  with mock.patch.dict(os.environ, env):
     args = parse_command("generate", "the cat", "--temperature", 0)
     assert select_options(args, SamplingParams) == {"max_tokens": 12, "temperature": 0.0}
     assert select_options(args, LLMConfig) == {"dtype": "float16", "enable_prefix_caching": False}
@@ -432,7 +430,7 @@ def test_bench_serve_prints_metrics_of_the_answers_under_names_of_vllm(monkeypat
 
 @pytest.mark.parametrize("error", [ConnectionResetError("reset"), http.client.IncompleteRead(b"")])
 def test_bench_serve_prints_the_end_of_a_server_in_one_line(monkeypatch, error):
-  response = MagicMock()
+  response = mock.MagicMock()
   response.__enter__.return_value.closed = False
   response.__enter__.return_value.read1.side_effect = [b": the first line", error]
   monkeypatch.setattr("urllib.request.urlopen", lambda _: response)

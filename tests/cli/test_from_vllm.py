@@ -7,10 +7,8 @@ from helpers.engines import ENGINE
 from helpers.models import tiny_model
 from helpers.commands import flags
 from helpers.servers import LocalServer
-from helpers.tokenizers import byte_level_bpe
 
 from tinyvllm import LLM, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
-from tinyvllm_extra.text.huggingface import load_tokenizer
 
 # arguments: of vLLM's LLM at their defaults, or at values that scripts often use. chats: prompts by options of LLM.chat
 VLLM = read_data("vllm_options.json")
@@ -78,15 +76,6 @@ def test_tokenizer_has_bos_token_id_and_vocab(words_llm):
   vocab = tokenizer.get_vocab()
   assert (tokenizer.bos_token_id, tokenizer.eos_token_id, len(vocab), vocab["<s>"]) == (1, 2, 320, 1)
   assert tokenizer.decode([vocab["▁the"]]) == "the" and tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
-
-
-def test_tokenizer_json_has_bos_token_id_and_vocab(tmp_path):
-  library = byte_level_bpe()
-  library.add_special_tokens(["<bos>"])
-  library.save(str(tmp_path / "tokenizer.json"))
-  (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<bos>"}')
-  tokenizer = load_tokenizer(tmp_path)
-  assert tokenizer.get_vocab() == library.get_vocab() and tokenizer.bos_token_id == library.token_to_id("<bos>")
 
 
 # Sampling parameters and their defaults

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ALLOWED = {*sys.stdlib_module_names, "tinygrad", "numpy", "safetensors", "sentencepiece",
@@ -17,51 +18,40 @@ ALLOWED = {*sys.stdlib_module_names, "tinygrad", "numpy", "safetensors", "senten
 def is_allowed(name: str) -> bool: return name.partition(".")[0] in ALLOWED or name.startswith("_sysconfigdata_")
 
 
-class Blocker:
+def find_spec(name: str, path: Any = None, target: Any = None) -> None:
   """An import hook that raises ModuleNotFoundError for packages outside ALLOWED."""
-  @staticmethod
-  def find_spec(name: str, path: Any = None, target: Any = None) -> None:
-    if is_allowed(name): return
-    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+  if not is_allowed(name): raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 for name in [name for name in sys.modules if not is_allowed(name) and name != "__main__"]:
   del sys.modules[name]   # a virtual environment may import some at startup
 sys.modules["tinyvllm_extra"] = None   # type: ignore[assignment]   # its import fails
-sys.meta_path.insert(0, Blocker)       # type: ignore[arg-type]
+sys.meta_path.insert(0, SimpleNamespace(find_spec=find_spec))   # type: ignore[arg-type]
 
 import milestones   # noqa: E402
 import tinyvllm     # noqa: E402
 from tinyvllm import LLM, SamplingParams, request   # noqa: E402
 
 
-def error_of(call: Callable[[], Any]) -> Exception | None:
-  try: call()
+def error_of(call: Callable[..., Any], *arguments: Any) -> Exception | None:
+  try: call(*arguments)
   except Exception as e: return e
   return None
 
 
 def run_milestones(folder: Path, names: list[str]) -> dict[str, str]:
-  runs: dict[str, Callable[[], None]] = {
-    "hello": milestones.hello,
-    "paged_attention": lambda: milestones.paged_attention(tinyvllm.Backend()),
-    "ten_requests": lambda: milestones.ten_requests(folder),
-    "continuous_batching": lambda: milestones.continuous_batching(folder),
-    "paging": lambda: milestones.paging(folder),
-    "streaming": lambda: milestones.streaming(folder)}
-  errors = {name: error_of(runs[name]) for name in names}
+  arguments: dict[str, list[Any]] = {"hello": [], "paged_attention": [tinyvllm.Backend()]}   # others: the folder
+  errors = {name: error_of(getattr(milestones, name), *arguments.get(name, [folder])) for name in names}
   return {name: "".join(traceback.format_exception(e)) if e else "" for name, e in errors.items()}
 
 
 def get_feature_errors(folder: Path, json_folder: Path) -> dict[str, tuple[str, str]]:
   llm: Any = LLM(folder, **milestones.ONE)   # type: ignore[arg-type]
-  cat: Any = {"messages": [{"role": "user", "content": "the cat"}]}
-  speculation = {"method": "ngram", "num_speculative_tokens": 2}
   def load(path: Path = folder, **options: Any) -> LLM: return LLM(path, **milestones.ONE, **options)
   uses: dict[str, Callable[[], Any]] = {
     "logprobs": lambda: SamplingParams(**{"logprobs": 1}),   # type: ignore[arg-type]
-    "messages": lambda: llm.generate(cat),
-    "speculative_config": lambda: load(speculative_config=speculation),
+    "messages": lambda: llm.generate({"messages": [{"role": "user", "content": "the cat"}]}),
+    "speculative_config": lambda: load(speculative_config={"method": "ngram", "num_speculative_tokens": 2}),
     "quantization": lambda: load(quantization="int8"),
     "gguf": lambda: load(folder / "model.gguf"),
     "tokenizer.json": lambda: load(json_folder),

@@ -97,8 +97,7 @@ def paging(folder: Path) -> None:
 def streaming(folder: Path) -> None:
   """Check that a stream yields each token before the next one is computed."""
   llm = LLM(folder, **ONE)
-  stream = llm.generate_stream({"prompt_token_ids": [5, 6, 7]}, greedy(10))
-  for i, output in enumerate(stream):
+  for i, output in enumerate(llm.generate_stream({"prompt_token_ids": [5, 6, 7]}, greedy(10))):
     if i == 0: sequence, = llm.scheduler.running
     assert len(output.outputs[0].token_ids) == 1
     assert sequence.num_generated == i + 1, "a later token must not exist yet"

@@ -13,7 +13,6 @@ from tinyvllm.request import SamplerMode
 from tinyvllm.scheduler import BlockManager
 from tinyvllm_extra import graph_policy
 
-run = functools.partial(run_to_end, limit=2000)
 
 
 # batches
@@ -75,10 +74,10 @@ def test_abort_of_waiting_or_running_request_does_not_change_others(small_llm, f
   metrics = small_llm.get_metrics()
   assert metrics["num_requests_running"] == metrics["num_requests_waiting"] == 2
   for name in ("3", "0", "0", "unknown"): small_llm.abort_request(name)   # waiting, running, aborted
-  assert {int(name): ids_of(output) for name, output in run(small_llm).items()} == {
+  assert {int(name): ids_of(output) for name, output in run_to_end(small_llm).items()} == {
     i: reference_greedy(folder, prompt(20, i), 20) for i in (1, 2)}
   small_llm.add_request("0", tokens([5]), greedy(1))   # the id can be reused
-  run(small_llm)
+  run_to_end(small_llm)
 
 
 def test_stream_read_late_yields_all_tokens(llm, folder):

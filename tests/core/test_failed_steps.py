@@ -7,10 +7,11 @@ import random
 import sys
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from helpers.engines import BS, assert_same_outputs, check_invariants, greedy, ids_of, prompt, set_overlap, tokens
-from helpers.faults import Failed, PLACES, break_steps, fail_once, finish, finish_broken, step
+from helpers.faults import Failed, PLACES, break_steps, fail_once, finish, finish_broken, run_random, step
 from helpers.parameters import slow
 from helpers.reference import reference_greedy
 
@@ -114,28 +115,18 @@ def test_request_aborted_in_a_failed_step_stays_aborted(engine, folder, monkeypa
 @pytest.mark.parametrize("seed", range(4))
 def test_random_failures_change_no_output(engine, folder, monkeypatch, overlaps, seed):
   """About eight requests at once in a pool of 12 blocks; about one step in five fails."""
-  rng, jobs, last, failures = random.Random(seed), {}, {}, 0
-  before = engine.get_metrics()["num_preemptions"]
+  rng, before = random.Random(seed), engine.get_metrics()["num_preemptions"]
   prompts = [[*prompt(2 * BS, seed, overlaps, i % 2), *prompt(n, seed, overlaps, i)]
              for i, n in enumerate((1, 4, 7, 11, 16, 20))] + [prompt(3, seed, overlaps)]
   with monkeypatch.context() as patch:
     break_steps(engine, patch, lambda place: rng.random() < 0.05)
-    for i in range(200):
-      draw, live = rng.random(), [name for name in jobs if not (name in last and last[name].finished)]
-      if draw < 0.3 and len(live) < 8:
-        jobs[str(i)] = rng.choice(prompts), rng.choice((1, 2, 5, 12))
-        engine.add_request(str(i), tokens(jobs[str(i)][0]), greedy(jobs[str(i)][1]))
-      elif draw < 0.35 and live:
-        engine.abort_request(victim := rng.choice(live))
-        del jobs[victim]
-        last.pop(victim, None)
-      else: failures += step(engine, last)
-    last, more = finish(engine, last)
-  check_outputs(folder, last, jobs)
-  assert len(jobs) > 10 and failures + more > 20 and engine.get_metrics()["num_preemptions"] > before
+    requests, last, failures = run_random(
+      engine, rng, 200, lambda: (rng.choice(prompts), greedy(rng.choice((1, 2, 5, 12)))))
+  check_outputs(folder, last, {name: (ids, params.max_tokens) for name, (ids, params) in requests.items()})
+  assert len(requests) > 10 and failures > 20 and engine.get_metrics()["num_preemptions"] > before
 
 
-def test_failed_output_is_returned_by_the_next_step(engine, folder, monkeypatch, overlaps):
+def test_failed_output_is_returned_by_the_next_step(engine, folder, overlaps):
   """Outputs are created after the tokens are appended: if that fails, the next step returns the finished request."""
   jobs = {name: (prompt(length, overlaps, name, "untold"), n) for name, length, n in (("a", 5, 1), ("b", 3, 4))}
   for name, (ids, n) in jobs.items(): engine.add_request(name, tokens(ids), greedy(n))
@@ -145,10 +136,8 @@ def test_failed_output_is_returned_by_the_next_step(engine, folder, monkeypatch,
       if request.request_id == last_name and request.finished: raise Failed("output")
       return make_output(request, delta)
     last = {}
-    with monkeypatch.context() as patch:
-      patch.setattr(tinyvllm.engine.Request, "output", output)
-      with pytest.raises(Failed, match="output"):
-        while engine.has_unfinished_requests(): last |= {output.request_id: output for output in engine.step()}
+    with patch.object(tinyvllm.engine.Request, "output", output), pytest.raises(Failed, match="output"):
+      while engine.has_unfinished_requests(): last |= {output.request_id: output for output in engine.step()}
     assert last_name not in last or not last[last_name].finished
     outputs = {output.request_id: output for output in engine.step()}
     assert outputs[last_name].finished and ids_of(outputs[last_name]) == reference_greedy(folder, *jobs[last_name])

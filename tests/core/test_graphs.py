@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.models import tiny_config
-from helpers.engines import greedy, prompt, tokens
+from helpers.engines import greedy, ids_of_batch, prompt, tokens
 from helpers.servers import wait_until
 from tinygrad import Tensor, dtypes
 
@@ -29,8 +29,7 @@ def fresh(words_folder):
   return make
 
 
-def first_ids(llm, length, params):
-  return llm.generate(tokens(prompt(length)), params, use_tqdm=False)[0].outputs[0].token_ids
+def first_ids(llm, length, params): return ids_of_batch(llm, [prompt(length)], params)[0]
 
 
 def test_choose_graph_pads_to_captured_graph_until_requested_often(fresh, words_llm):
@@ -68,12 +67,10 @@ def test_capture_sizes_are_captured_only_at_start(fresh):
   keys = set(llm.runner.graphs)
   assert keys == {GraphKey(size, 8, mode) for size in (8, 32) for mode in (SamplerMode.GREEDY, SamplerMode.FILTERED)}
   params = [greedy(6), SamplingParams(max_tokens=5, seed=1), SamplingParams(max_tokens=4, seed=2, top_p=0.9), greedy(1)]
-  prompts = [tokens(prompt(n, n)) for n in (1, 9, 30, 3)]
-  outputs = llm.generate(prompts, params, use_tqdm=False)
-  for x, param in zip(prompts, params, strict=True): llm.generate(x, param, use_tqdm=False)
-  assert set(llm.runner.graphs) == keys
-  plain = fresh().generate(prompts, params, use_tqdm=False)
-  assert [x.outputs[0].token_ids for x in outputs] == [x.outputs[0].token_ids for x in plain]
+  prompts = [prompt(n, n) for n in (1, 9, 30, 3)]
+  ids = ids_of_batch(llm, prompts, params)
+  for x, param in zip(prompts, params, strict=True): llm.generate(tokens(x), param, use_tqdm=False)
+  assert set(llm.runner.graphs) == keys and ids == ids_of_batch(fresh(), prompts, params)
 
 
 def test_smallest_sufficient_capture_size_is_used(fresh):

@@ -5,8 +5,9 @@ import itertools
 import random
 
 import pytest
-from helpers.engines import (BS, ENGINE, assert_all_blocks_freed, check_invariants, check_metrics, greedy, ids_of,
-                             prompt, run_watched, sampled, tokens)
+from helpers.engines import (BS, ENGINE, assert_all_blocks_freed, greedy, ids_of, prompt, run_watched, sampled,
+                             tokens)
+from helpers.faults import run_random
 from helpers.models import tiny_model
 from helpers.parameters import slow
 from helpers.reference import reference_greedy
@@ -160,27 +161,15 @@ def test_abort_ends_all_samples(sampler, tight_sampler):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_random_requests_with_common_prefixes_and_samples_equal_reference(small_llm, folder, seed):
-  rng, jobs, last, aborted = random.Random(seed), {}, {}, set()
+  rng = random.Random(seed)
   prompts = [[*prompt(2 * BS, 2700 + i % 3), *prompt(length, 2710 + length)] for i, length in
              enumerate((1, BS - 1, BS, BS + 1, 3 * BS))] + [prompt(length, 2703) for length in (1, BS, 2 * BS + 1)]
-  with assert_all_blocks_freed(small_llm) as before:
-    for _ in range(300):
-      draw, live = rng.random(), [i for i in jobs if i not in aborted and not (i in last and last[i].finished)]
-      if draw < 0.25 and len(live) < 8:
-        ids, length, n = jobs[str(len(jobs))] = rng.choice(prompts), rng.choice((1, 2, 5, 16)), rng.choice((1, 1, 2, 3))
-        small_llm.add_request(str(len(jobs) - 1), tokens(ids), greedy(length, n=n))
-      elif draw < 0.30 and live:
-        aborted.add(victim := rng.choice(live))
-        small_llm.abort_request(victim)
-      else: last |= {o.request_id: o for o in small_llm.step()}
-      check_metrics(small_llm, before["blocks_free"])
-      check_invariants(small_llm)
-    last |= run_watched(small_llm)[0]
-  for i, (ids, length, n) in jobs.items():
-    expected = reference_greedy(folder, ids, length)
-    if i in aborted: assert i not in last or all(x == expected[:len(x)] for x in samples(last[i]))
-    else: assert samples(last[i]) == [expected] * n and last[i].finished
-  assert aborted and len(jobs) > 30
+  with assert_all_blocks_freed(small_llm):
+    requests, last, _ = run_random(small_llm, rng, 300, lambda: (
+      rng.choice(prompts), greedy(rng.choice((1, 2, 5, 16)), n=rng.choice((1, 1, 2, 3)))))
+  for name, (ids, params) in requests.items():
+    assert samples(last[name]) == [reference_greedy(folder, ids, params.max_tokens)] * params.n and last[name].finished
+  assert len(requests) > 30
 
 
 # The size of the KV cache: chosen by free memory, set by the user, filled to the last block
@@ -225,8 +214,7 @@ def test_length_of_the_model_need_not_fit(tmp_path, set_free_memory, caplog):
   ids = random.Random(1).choices(range(3, 256), k=fits - 1)
   output, = llm.generate(tokens(ids), greedy(8))
   assert output.outputs[0].token_ids == reference_greedy(model, ids, 1) and output.outputs[0].finish_reason == "length"
-  with pytest.raises(ValueError, match=f"maximum context length is {fits} tokens"):
-    llm.generate(tokens([*ids, 5]))
+  with pytest.raises(ValueError, match=f"maximum context length is {fits} tokens"): llm.generate(tokens([*ids, 5]))
 
 
 @pytest.mark.parametrize("blocks", [2, 13, 32, 33])

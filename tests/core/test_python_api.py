@@ -18,8 +18,9 @@ MISTAKES = read_data("api_mistakes.json")   # call -> its message
 
 
 def test_help_lists_public_names_and_import_is_lazy():
-  code = "import sys, tinyvllm; print(dir(tinyvllm) == sorted(tinyvllm.__all__), 'numpy' in sys.modules)"
-  assert run_python(code).stdout == "True False\n"
+  code = ("import sys, tinyvllm\nprint(dir(tinyvllm) == sorted(tinyvllm.__all__), 'numpy' in sys.modules)\n"
+          "import tinyvllm.engine\nprint([name for name in sys.modules if name.startswith('tinyvllm_extra')])")
+  assert run_python(code).stdout == "True False\n[]\n", "the core loads the extension"
   text = pydoc.plain(pydoc.render_doc(tinyvllm))
   assert not [name for name in tinyvllm.__all__ if not re.search(rf"\b{name}( = |\()", text)]
 

@@ -2,17 +2,17 @@
 import ctypes
 import json
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
 from helpers.commands import parse_command
-from helpers.engines import ENGINE, check_invariants, greedy, ids_of, prompt, run_to_end, tokens
+from helpers.engines import check_invariants, greedy, ids_of, prompt, run_to_end, tokens
 from helpers.models import tiny_model
 from helpers.reference import reference_greedy
 from tinygrad import Tensor
 
-from tinyvllm import LLM, InputError, SamplingParams
+from tinyvllm import InputError, SamplingParams
 from tinyvllm_extra.sampling import logits
 from tinyvllm_extra.kernels import cuda
 from tinyvllm_extra.cli import serve
@@ -53,8 +53,7 @@ def test_bitmask_of_allowed_tokens_is_computed_once(words_llm):
   assert np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist() == [5, 40]
 
 
-def test_generate_leaves_outputs_of_other_requests_to_step(words_folder):
-  llm = LLM(words_folder, **ENGINE)
+def test_generate_leaves_outputs_of_other_requests_to_step(llm):
   llm.add_request("x", tokens(prompt(5)), greedy(3))
   expected = llm.generate(tokens(prompt(5)), greedy(3), use_tqdm=False)[0].outputs[0].token_ids
   next(llm.generate_stream(tokens(prompt(6)), greedy(9)))
@@ -81,21 +80,18 @@ def test_object_with_the_methods_of_logits_processor_works(words_llm, monkeypatc
 def test_serve_command_loads_a_model_as_its_runner_says(tmp_path, monkeypatch, runner, message):
   modules = [{"type": "sentence_transformers.models.CLSPooling"}]
   (tiny_model(tmp_path, words=True) / "modules.json").write_text(json.dumps(modules))
-  def server(*_): raise InputError("started")
-  monkeypatch.setattr(serve, "Server", server)
+  monkeypatch.setattr(serve, "Server", Mock(side_effect=InputError("started")))
   args = parse_command("serve", tmp_path, "--port", 0, "--runner", runner)
   with pytest.raises(InputError, match=message): serve.main(args)
 
 
 @pytest.mark.parametrize("function", ["concatenate", "zeros"])
-def test_internal_value_error_is_not_an_input_error(llm, folder, monkeypatch, function):
+def test_internal_value_error_is_not_an_input_error(llm, folder, function):
   ids = [5, 6, 7]
-  fail = Mock(side_effect=ValueError("all the input array dimensions must match exactly"))
+  error = ValueError("all the input array dimensions must match exactly")
   llm.add_request("a", tokens(ids), greedy(8))
   llm.step()
-  with monkeypatch.context() as patch:
-    patch.setattr(np, function, fail)
-    with pytest.raises(ValueError, match="must match exactly") as e: llm.step()
+  with patch.object(np, function, side_effect=error), pytest.raises(ValueError, match="must match") as e: llm.step()
   assert not isinstance(e.value, InputError)
   check_invariants(llm)
   assert ids_of(run_to_end(llm, 100)["a"]) == reference_greedy(folder, ids, 8)

@@ -6,7 +6,7 @@ import random
 from unittest.mock import Mock
 
 import pytest
-from helpers.engines import check_pool, check_scheduler
+from helpers.engines import check_pool, check_scheduler, check_states
 from helpers.parameters import slow
 
 from tinyvllm import SamplingParams
@@ -219,9 +219,7 @@ class HybridEngine(FakeEngine):
 
   def check(self):
     super().check()
-    rows = [*self.states.free_rows, *self.states.snapshots.values()]
-    first = self.states.padding + 1
-    assert sorted(rows) == [*range(first, first + self.num_snapshots)], "a row is lost or has two uses"
+    check_states(self.states, self.num_snapshots)
 
 
 @pytest.mark.parametrize("seed", [*range(4), *slow(*range(4, 20))])

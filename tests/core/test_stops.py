@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from helpers.data import read_data
-from helpers.models import random_weights, tiny_config, tiny_model, write_safetensors
+from helpers.models import random_weights, tiny_config, tiny_model
 from tokenizers import Regex, Tokenizer, decoders, models
 
 from tinyvllm import LLM, SamplingParams
@@ -41,10 +41,8 @@ def script_ids(name, n):
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
   """Attention and MLP output zeros, embeddings are one-hot, and the head maps each token to the next one."""
-  folder = tiny_model(tmp_path_factory.mktemp("scripts"), tokenizer=False, hidden_size=SIZE, vocab_size=SIZE,
-                      num_hidden_layers=1)
-  (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, id_of("other end", 2)]}))
-  weights = random_weights(tiny_config(hidden_size=SIZE, vocab_size=SIZE, num_hidden_layers=1))
+  sizes = {"hidden_size": SIZE, "vocab_size": SIZE, "num_hidden_layers": 1}
+  weights = random_weights(tiny_config(**sizes))
   for name in weights:
     if name.endswith(("o_proj.weight", "down_proj.weight")): weights[name][:] = 0
     if name.endswith("norm.weight"): weights[name][:] = 1
@@ -54,7 +52,8 @@ def llm(tmp_path_factory):
     for i, piece in enumerate(pieces[1:]):
       following = {EOS: 0, "…": id_of(name, i)}.get(piece, id_of(name, i + 1))
       head[following, id_of(name, i)] = 4
-  write_safetensors(folder / "model.safetensors", weights)
+  folder = tiny_model(tmp_path_factory.mktemp("scripts"), tokenizer=False, weights=weights, **sizes)
+  (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, id_of("other end", 2)]}))
   model = Tokenizer(models.WordLevel(IDS, unk_token=EOS))
   plain = decoders.Replace(Regex(r"^[a-z ]+:\d+#"), "")
   model.decoder = decoders.Sequence([plain, decoders.ByteFallback(), decoders.Fuse()])

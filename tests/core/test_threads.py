@@ -3,9 +3,10 @@ and has no effect. Engines of one process run independently, except while they l
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import pytest
-from helpers.engines import ENGINE, check_invariants, greedy, ids_of, set_overlap, tokens
+from helpers.engines import ENGINE, check_invariants, greedy, ids_of, run_to_end, set_overlap, tokens
 from helpers.faults import Failed
 from helpers.reference import reference_greedy
 
@@ -55,8 +56,7 @@ def run_stream(llm): return [i for output in llm.generate_stream(tokens(IDS), gr
 
 def run_steps(llm):
   llm.add_request("first", tokens(IDS), greedy(6))
-  while llm.has_unfinished_requests(): outputs = llm.step()
-  return ids_of(outputs[0])
+  return ids_of(run_to_end(llm, 100)["first"])
 
 
 # One engine
@@ -89,11 +89,8 @@ def test_second_thread_during_step_raises_and_changes_nothing(llm, folder, monke
   assert gate.submit(run_generate, llm).result(TIMEOUT) == reference_greedy(folder, IDS, 6)
 
 
-def test_failed_step_releases_engine_to_other_threads(llm, folder, gate, monkeypatch):
-  def fail(step): raise Failed
-  with monkeypatch.context() as patched, pytest.raises(Failed):
-    patched.setattr(llm.runner, "launch", fail)
-    run_generate(llm)
+def test_failed_step_releases_engine_to_other_threads(llm, folder, gate):
+  with patch.object(llm.runner, "launch", side_effect=Failed), pytest.raises(Failed): run_generate(llm)
   assert gate.submit(run_generate, llm).result(TIMEOUT) == reference_greedy(folder, IDS, 6)
 
 

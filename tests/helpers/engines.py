@@ -31,6 +31,11 @@ def tokens(ids: Iterable[int]) -> dict[str, list[int]]: return {"prompt_token_id
 def ids_of(output: RequestOutput) -> list[int]: return output.outputs[0].token_ids
 
 
+def ids_of_batch(engine: Any, prompts: Iterable[list[int]], params: Any) -> list[list[int]]:
+  """Return the ids of the outputs of prompts of ids, in one batch."""
+  return [*map(ids_of, engine.generate([tokens(ids) for ids in prompts], params, use_tqdm=False))]
+
+
 def prompt(length: int, *salt: Any) -> list[int]:
   """Return random ids of words, different for each salt; none is 0."""
   rng = random.Random(str(salt or (0,)))
@@ -127,13 +132,22 @@ def check_scheduler(scheduler: Any, blocks: Any) -> None:
   assert order == sorted(order), "the queue is not sorted"
 
 
-def check_invariants(engine: Any) -> None:
-  """Check blocks, block tables, counters and slots of an engine between two steps. An idle engine uses no blocks."""
+def check_states(states: Any, num_snapshots: int) -> None:
+  """Check that each row for snapshots of recurrent states is free or in use, once."""
+  rows, first = [*states.free_rows, *states.snapshots.values()], states.padding + 1
+  assert sorted(rows) == [*range(first, first + num_snapshots)], "a row is lost or has two uses"
+
+
+def check_invariants(engine: Any) -> dict[str, Any]:
+  """Check blocks, block tables, counters and slots of an engine between two steps, and return its metrics. An idle
+  engine uses no blocks."""
   blocks, metrics = engine.blocks, engine.get_metrics()
   check_scheduler(engine.scheduler, blocks)
   if not engine.has_unfinished_requests(): assert blocks.num_used() == 0, "an idle engine uses blocks"
-  assert metrics["blocks_cached"] == len(blocks.evictable)
-  assert metrics["blocks_shared"] == len(+blocks.shared)
+  counts = blocks.num_free(), blocks.num_used(), len(blocks.evictable), len(+blocks.shared)
+  assert tuple(metrics[f"blocks_{name}"] for name in ("free", "used", "cached", "shared")) == counts
+  assert 0 <= metrics["prefix_cache_hits"] <= metrics["prefix_cache_queries"]
+  return metrics
 
 
 def count_bytecodes(call: Callable[[], Any]) -> int:
@@ -165,27 +179,17 @@ def set_overlap(monkeypatch: Any, runner: Any, overlaps: str) -> None:
   if overlaps == "early": monkeypatch.setattr(runner.backend, "start_reading", start_reading)
 
 
-def check_metrics(engine: Any, total: int) -> dict[str, Any]:
-  """Check the pool's metrics and return all metrics."""
-  m = engine.get_metrics()
-  assert m["blocks_free"] + m["blocks_used"] == total, "a block is lost"
-  assert 0 <= m["blocks_cached"] <= m["blocks_free"] and 0 <= m["blocks_shared"] <= m["blocks_used"]
-  assert 0 <= m["prefix_cache_hits"] <= m["prefix_cache_queries"]
-  return m
-
-
 @contextmanager
 def assert_all_blocks_freed(engine: Any) -> Iterator[dict[str, Any]]:
   """Check that the engine is idle, with all blocks free, before and after. Yields the metrics before."""
-  before = engine.get_metrics()
-  assert not engine.has_unfinished_requests() and before["blocks_used"] == 0, "requests of another test remain"
+  before = check_invariants(engine)
+  assert not engine.has_unfinished_requests(), "requests of another test remain"
   try: yield before
-  except BaseException:
-    for name in list(engine.requests): engine.abort_request(name)   # so that later tests do not fail, too
-    raise
-  after = check_metrics(engine, before["blocks_free"])
-  assert not engine.has_unfinished_requests() and after["blocks_free"] == before["blocks_free"]
-  assert after["blocks_used"] == after["blocks_shared"] == 0
+  finally:
+    unfinished = list(engine.requests)
+    for name in unfinished: engine.abort_request(name)   # so that later tests do not fail, too
+  check_invariants(engine)
+  assert not unfinished, "a request did not end"
 
 
 def run_watched(engine: Any, limit: int = 4000, watch: Callable = lambda metrics: None) -> tuple[dict, dict]:
@@ -197,9 +201,8 @@ def run_watched(engine: Any, limit: int = 4000, watch: Callable = lambda metrics
     for output in engine.step():
       last[output.request_id] = output
       if output.finished: finish_steps[output.request_id] = step
-    check_invariants(engine)
-    watch(check_metrics(engine, engine.blocks.num_blocks - 1))
+    watch(check_invariants(engine))
   raise AssertionError(f"not finished after {limit} steps")
 
 
-def run_to_end(engine: Any, limit: int) -> dict[str, Any]: return run_watched(engine, limit)[0]
+def run_to_end(engine: Any, limit: int = 4000) -> dict[str, Any]: return run_watched(engine, limit)[0]

@@ -32,23 +32,15 @@ def array_of(tensor: Tensor, dtype: Any = np.int32) -> np.ndarray:
 
 def read_names(module: Any, checkpoint: Any) -> None:
   """Read a module's tensors without loading them. Remember the checkpoint's folder."""
-  for name, tensor in module.tensors().items():
+  for name, tensor in vars(module).items():
+    if name not in ("weight", "bias") or tensor is None: continue
     for source, rows in module.sources.items(): checkpoint.read(f"{source}.{name}", rows, *tensor.shape[1:])
   module.folder = checkpoint.path
 
 
-class Linear(backend.Linear):
-  def tensors(self) -> dict[str, Tensor]:
-    return {name: x for name, x in (("weight", self.weight), ("bias", self.bias)) if x is not None}
-  def load(self, checkpoint: Any) -> None: read_names(self, checkpoint)
-
-
+class Linear(backend.Linear): load = read_names
 class GateUp(Linear, backend.GateUp): pass
-
-
-class Norm(backend.Norm):
-  def tensors(self) -> dict[str, Tensor]: return {"weight": self.weight}
-  def load(self, checkpoint: Any) -> None: read_names(self, checkpoint)
+class Norm(backend.Norm): load = read_names
 
 
 class Step:
@@ -64,15 +56,14 @@ class Step:
     self.tables, self.last = array_of(runner.block_tables), array_of(runner.last_tokens)
     self.padding = runner.config.max_num_seqs   # the slot of padding
     self.tables[self.tokens["slot"], self.tokens["position"] // runner.config.block_size] = self.tokens["block"]
-    ids = np.where(self.tokens["id"] == UNKNOWN, self.last[self.tokens["slot"]], self.tokens["id"])
+    self.ids = np.where(self.tokens["id"] == UNKNOWN, self.last[self.tokens["slot"]], self.tokens["id"])
     self.sequences = {}   # slot -> indices of its tokens
     for slot in {*self.tokens["slot"].tolist()} - {self.padding}:
       index = self.sequences[slot] = np.flatnonzero(self.tokens["slot"] == slot)
       assert (np.diff(self.tokens["position"][index]) == 1).all(), "a sequence's tokens must be consecutive"
       blocks = self.tables[slot, self.tokens["position"][index] // runner.config.block_size]
       assert (self.tokens["block"][index] == blocks).all() and blocks.all(), "a token's block is not in its table"
-    self.ids = ids
-    assert (ids >= 0).all() and (ids < self.plan.vocab_size).all(), "a token id out of range"
+    assert (self.ids >= 0).all() and (self.ids < self.plan.vocab_size).all(), "a token id out of range"
 
   def adjustments(self) -> np.ndarray:
     """Return the rows of ADJUSTMENTS without padding."""

@@ -2,7 +2,7 @@
 import itertools
 
 import pytest
-from .engines import check_invariants
+from .engines import check_invariants, tokens
 
 
 # compute: launched, fails while its results are awaited; read: computed, reading fails; update: in Scheduler.update
@@ -25,11 +25,7 @@ def break_steps(engine, patch, should_fail):
     fail_at("launch")
     if should_fail("compute"): return lambda: fail("compute")
     wait = launch(step)
-
-    def faulty_wait():
-      fail_at("read")
-      return wait()
-    return faulty_wait
+    return lambda: (fail_at("read"), wait())[1]
 
   def faulty_update(positions, sampled):
     fail_at("before update")
@@ -66,6 +62,25 @@ def finish_broken(engine, place, number, requests):
     last, failures = finish(engine)
   assert failures == 1, f"{place} {number} must fail"
   return last
+
+
+def run_random(engine, rng, count, make_request):
+  """Run `count` random operations, which add, abort or step, then finish. make_request: returns a prompt's ids and its
+  params. Return the requests that were not aborted, by name, their last outputs, and the number of failed steps."""
+  requests, last, failures, aborted = {}, {}, 0, []
+  for i in range(count):
+    draw, live = rng.random(), [*engine.requests]
+    if draw < 0.3 and len(live) < 8:
+      ids, params = requests[str(i)] = make_request()
+      engine.add_request(str(i), tokens(ids), params)
+    elif draw < 0.35 and live:
+      engine.abort_request(victim := rng.choice(live))
+      aborted.append(requests.pop(victim))
+      last.pop(victim, None)
+    else: failures += step(engine, last)
+  last, more = finish(engine, last)
+  assert aborted, "too few operations"
+  return requests, last, failures + more
 
 
 def finish(engine, last=None, limit=2000):

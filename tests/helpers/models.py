@@ -14,9 +14,7 @@ from .data import read_data
 
 
 VOCAB = 320
-CORPUS = ["the cat sat on the mat and the dog ran to the red house", "hello world, this is a small model of a language",
-          "one two three four five six seven eight nine ten", "where there is a will there is a way, they say",
-          "numbers: 0 1 2 3 4 5 6 7 8 9!"]
+CORPUS = read_data("corpus.json")["SentencePiece"]   # texts to train a tokenizer on
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 VARIANTS = read_data("model_variants.json")   # fields of config.json
 NUMPY = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": "i1", "I32": "<i4", "I64": "<i8"}
@@ -100,15 +98,16 @@ def write_safetensors(path: Path, weights: dict[str, np.ndarray], dtype: str = "
 
 
 def tiny_model(folder: Path, seed: int = 0, tokenizer: bool = True, shards: int = 1, dtype: str = "float32",
-               words: bool = False, chat_template: str = "", **config_overrides: Any) -> Path:
+               words: bool = False, chat_template: str = "", weights: dict[str, np.ndarray] | None = None,
+               **config_overrides: Any) -> Path:
   """Write a tiny random model into `folder` in Hugging Face's layout: config.json, safetensors (with an index if
   shards > 1), tokenizer.model. words: greedy output contains only letters, no byte or special tokens. chat_template: of
-  tokenizer_config.json. config_overrides: keys of config.json; None removes a key."""
+  tokenizer_config.json. weights: instead of random ones. config_overrides: keys of config.json; None removes a key."""
   folder = Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   config = tiny_config(**config_overrides)
   (folder / "config.json").write_text(json.dumps(config))
-  weights = random_weights(config, seed)
+  weights = weights or random_weights(config, seed)
   if words: weights["lm_head.weight"][:259] = 0
   if shards == 1: write_safetensors(folder / "model.safetensors", weights, dtype)
   else:

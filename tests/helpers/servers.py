@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx   # installed with openai
@@ -23,6 +24,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from .commands import parse_command
+from .data import read_data
+
+TYPES = read_data("server_cases.json")["error types"]   # by status
 
 
 def wait_until(condition: Callable[[], Any], description: str = "", seconds: float = 60.0) -> Any:
@@ -180,12 +184,12 @@ class LocalServer(Client):
     from tinyvllm_extra.cli import serve
     from tinyvllm_extra.serving import app   # here, so that other lanes need no server
     self.patch = pytest.MonkeyPatch()
+    # Each server has its own unknown fields: they are global in a process
+    self.patch.setattr(app.protocol, "unknown_fields", SimpleNamespace(strict=False, names=set()))
     before(self.patch)
     args = parse_command("serve", *([model] if model else []), *options, "--port", "0")
     folder, engine, config = serve.read_arguments(args)
     self.server = app.Server(folder, engine, config)
-    self.unknown_fields = app.protocol.unknown_fields
-    self.fields_state = {**vars(self.unknown_fields), "names": set()}   # of this server: it is global in a process
     self.stderr = io.StringIO()
     self.handler = logging.StreamHandler(self.stderr)
     for name in ("tinyvllm", "uvicorn.error"): logging.getLogger(name).addHandler(self.handler)   # after uvicorn's own
@@ -203,14 +207,6 @@ class LocalServer(Client):
 
   @property
   def llm(self) -> Any: return self.server.serving.llm.llm
-
-  def http(self, **options: Any) -> httpx.Client:
-    vars(self.unknown_fields).update(self.fields_state)
-    return super().http(**options)
-
-  def client(self, **options: Any) -> openai.OpenAI:
-    vars(self.unknown_fields).update(self.fields_state)
-    return super().client(**options)
 
   def signal(self, number: int = signal.SIGTERM) -> None: self.server.handle_exit(number, None)
 
@@ -246,15 +242,9 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
   body = response.json()
   assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}, body
   error = body["error"]
-  assert error["code"] == status and error["type"] == TYPES[status] and error["message"], error
+  assert error["code"] == status and error["type"] == TYPES[str(status)] and error["message"], error
   assert "Traceback" not in error["message"]
   return error
-
-
-TYPES = {400: "BadRequestError", 401: "UnauthorizedError", 404: "NotFoundError", 405: "MethodNotAllowedError",
-         409: "ConflictError", 413: "RequestEntityTooLargeError", 415: "UnsupportedMediaTypeError",
-         429: "TooManyRequestsError", 431: "RequestHeaderFieldsTooLargeError",
-         500: "InternalServerError", 501: "NotImplementedError", 503: "ServiceUnavailableError"}
 
 
 def stream(server: "Client", path: str, body: Any, **options: Any) -> list[Any]:

@@ -96,15 +96,12 @@ CASES = read_data("sampling_fields.json")["speculation"]
 NO_DRAFTS = ["repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "structured_outputs"]
 
 
-def without_stops(params):
-  """Return params for the same output without stops and with 8 more tokens."""
-  return dataclasses.replace(params, stop=None, stop_token_ids=None, ignore_eos=True, min_tokens=0, logprobs=None,
-                             prompt_logprobs=None, max_tokens=params.max_tokens + 8)
-
-
 def add_outputs(oracle, plain, jobs, params):
-  """Add the requests' outputs without drafts to the oracle."""
-  for output in plain.generate(jobs, [without_stops(p) for p in params], False):
+  """Add the requests' outputs to the oracle: without drafts and stops, and with 8 more tokens."""
+  fields = {"stop": None, "stop_token_ids": None, "ignore_eos": True, "min_tokens": 0, "logprobs": None,
+            "prompt_logprobs": None}
+  longer = [dataclasses.replace(p, **fields, max_tokens=p.max_tokens + 8) for p in params]
+  for output in plain.generate(jobs, longer, False):
     oracle.texts += [[*output.prompt_token_ids, *c.token_ids] for c in output.outputs]
 
 

@@ -1,10 +1,9 @@
 """A byte-level BPE that is trained on a few texts."""
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from .data import read_data
 
-TEXTS = ["the cat sat on the mat", "hello world, 12 3456!", "tabs\tand\nnew lines\n\n", "日本語 and ελληνικά",
-         "\U0001f469\u200d\U0001f467 emoji \U0001f642\U0001f642 e\u0301 \u00e9", "  two  spaces  ", "x",
-         "1 + 1 = 2; f(x) -> y"]
+TEXTS = read_data("corpus.json")["byte-level BPE"]
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers.data import read_data
-from helpers.engines import assert_same_outputs, check_invariants, greedy, ids_of, run_to_end, tokens
+from helpers.engines import (assert_all_blocks_freed, assert_same_outputs, check_invariants, greedy, ids_of, run_to_end,
+                             tokens)
 from helpers.fake_device import gumbel_noise
 from helpers.models import tiny_model
 from helpers.quantized_models import quantized_model
@@ -87,28 +88,15 @@ def engines(folder):
   return functools.cache(lambda kind: open_engine(folder, dtype=kind, num_gpu_blocks_override=BLOCKS + 1))
 
 
-def check_idle_around(llm):
-  """Check before and after a test that the engine is idle. Abort its requests, or all later tests would fail too."""
-  check_idle(llm)
-  yield llm
-  for name in (unfinished := list(llm.requests)): llm.abort_request(name)
-  check_idle(llm)
-  assert not unfinished, "a request did not end"
-
-
-def check_idle(llm):
-  assert not llm.has_unfinished_requests() and llm.get_metrics()["blocks_free"] == BLOCKS, "blocks were not freed"
-  check_invariants(llm)
-
-
 @pytest.fixture(params=LOGPROB_ERROR)
-def llm(request, engines): yield from check_idle_around(engines(request.param))
+def llm(request, engines):
+  with assert_all_blocks_freed(engines(request.param)): yield engines(request.param)
 
 
 @pytest.fixture
 def llm_float32(engines):
   """The float32 engine only: tests with extra kernels compile them once."""
-  yield from check_idle_around(engines("float32"))
+  with assert_all_blocks_freed(engines("float32")): yield engines("float32")
 
 
 def clear_cache(llm):

@@ -178,20 +178,3 @@ def test_logprobs_of_vocabulary_of_7_have_7_entries(tmp_path):
   small = tiny_model(tmp_path, vocab_size=7, eos_token_id=None)
   output, = LLM(small, **ENGINE).generate(tokens([3, 6, 4]), greedy(3, logprobs=20))
   check(output, small, 7)
-
-
-# Errors
-
-@pytest.mark.parametrize("name, value", [
-  ("logit_bias", {"5": 1, "320": 1}), ("logit_bias", {-1: 1.0}), ("allowed_token_ids", [5, 320]),
-  ("allowed_token_ids", [-1]), ("stop_token_ids", [320]), ("structured_outputs", {"regex": "("})], ids=str)
-def test_params_that_do_not_fit_the_model_raise_and_queue_nothing(llm, folder, name, value):
-  good, bad = tokens(prompt(5, 2)), greedy(8, **{"ignore_eos": False, name: value})
-  llm.add_request("in flight", good, greedy(8, **PENALTIES))
-  llm.step()
-  for submit in (lambda: llm.add_request("bad", good, bad), lambda: llm.generate([good, good], [greedy(2), bad]),
-                 lambda: llm.generate_stream(good, bad)):
-    with pytest.raises(ValueError, match=rf"{name}.*(\b320\b|-1\b|\()"): submit()
-    assert [*llm.requests] == ["in flight"]
-  while llm.has_unfinished_requests(): output, = llm.step() or [None]
-  assert ids_of(output) == naive_greedy(folder, prompt(5, 2), 8, **PENALTIES)

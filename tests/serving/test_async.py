@@ -104,8 +104,7 @@ def pause(llm, monkeypatch):
 
 async def num_tokens(llm):
   """Yield the number of tokens of each output of a request for six tokens."""
-  request = llm.llm.make_request("id", "the cat", argmax(6, ignore_eos=True))
-  async for outputs in llm.stream([request]):
+  async for outputs in llm.stream([llm.llm.make_request("id", "the cat", argmax(6, ignore_eos=True))]):
     for _, output in outputs: yield len(output.outputs[0].token_ids)
 
 

@@ -73,14 +73,18 @@ def test_chat_command_skips_deltas_without_content(monkeypatch):
 
 # Input and commands, without a model
 
+def part(text, reason):
+  """Return a part of a streamed answer."""
+  return SimpleNamespace(outputs=[SimpleNamespace(text=text, finish_reason=reason)], metrics=None)
+
+
 class Parrot(chat.Remote):
   """A server whose answer is the number of the request."""
   def __init__(self): self.requests = []
 
   def generate_stream(self, prompt, sampling):
     self.requests.append((prompt["messages"], sampling))
-    yield SimpleNamespace(outputs=[SimpleNamespace(text=f"answer {len(self.requests)}", finish_reason="stop")],
-                          metrics=None)
+    yield part(f"answer {len(self.requests)}", "stop")
 
 
 def talk(monkeypatch, lines):
@@ -116,35 +120,30 @@ def test_chat_command_is_refused_and_the_chat_continues(monkeypatch, capsys, lin
   assert code == 0 and conversation.llm.requests == [([{"role": "user", "content": "x"}], {"temperature": 0.5})]
 
 
-class CapturingLLM:
-  config = SimpleNamespace(cudagraph_capture_sizes=None)
-  sampling_defaults: dict = {}
-
-  def __init__(self): self.num_captured, self.has_answered = 0, threading.Event()
-
-  def capture(self, sizes):
-    yield "preparing 1 of 2"
-    self.num_captured = 1
-    yield ""
-    assert self.has_answered.wait(60)
-    self.num_captured = 2
-
-  def generate_stream(self, prompt, params):
-    assert self.num_captured == 1
-    self.has_answered.set()
-    yield SimpleNamespace(outputs=[SimpleNamespace(text="yes", finish_reason="stop")], metrics=None)
-
-
 def test_chat_answers_after_the_first_capture():
-  llm = CapturingLLM()
+  events, has_answered = [], threading.Event()
+
+  def capture(sizes):
+    for name in ("first", "second"):
+      yield f"preparing {name}"
+      assert name == "first" or has_answered.wait(60)
+      events.append(name)
+      yield ""
+
+  def generate_stream(prompt, params):
+    events.append("answer")
+    has_answered.set()
+    yield part("yes", "stop")
+  llm = mock.Mock(sampling_defaults={}, capture=capture, generate_stream=generate_stream)
+  llm.config.cudagraph_capture_sizes = None
   chat.Chat(llm, {}).answer([{"role": "user", "content": "x"}])
-  wait_until(lambda: llm.num_captured == 2, "the other steps are captured")
+  wait_until(lambda: events == ["first", "answer", "second"], "the other steps are captured")
 
 
 def test_chat_ctrl_c_ends_an_answer_and_the_chat_continues(monkeypatch):
   def stream(*_):
     for text in "abc":
-      yield SimpleNamespace(outputs=[SimpleNamespace(text=text, finish_reason=None)], metrics=None)
+      yield part(text, None)
       signal.raise_signal(signal.SIGINT)
   monkeypatch.setattr(Parrot, "generate_stream", stream)
   conversation, code = talk(monkeypatch, ["x", "y"])

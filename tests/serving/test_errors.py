@@ -76,18 +76,17 @@ def busy_llm(small_llm, folder):
   assert {name: ids_of(o) for name, o in outputs.items()} == {"in flight": reference_greedy(folder, [5, 6, 7], 8)}
 
 
-@pytest.mark.parametrize("prompt,words", [*INVALID["prompts"].values(), (b"hello", "hello")])
-def test_invalid_prompt_raises_in_every_call(busy_llm, prompt, words):
-  good = {"prompt_token_ids": [9]}
-  for call in (lambda: busy_llm.add_request("bad", prompt), lambda: busy_llm.generate([good, prompt, good]),
-               lambda: busy_llm.generate_stream(prompt)):
+@pytest.mark.parametrize("prompt,fields,words", [
+  *((prompt, {}, words) for prompt, words in (*INVALID["prompts"].values(), (b"hello", "hello"))),
+  *(("a", fields, words) for fields, words in (*INVALID["params"], ({"logit_bias": {-1: 1.0}}, "logit_bias.*-1")))])
+def test_invalid_prompt_or_params_that_do_not_fit_the_model_raise_in_every_call(busy_llm, prompt, fields, words):
+  good, params = {"prompt_token_ids": [9]}, SamplingParams(**fields)
+  for call in (lambda: busy_llm.add_request("bad", prompt, params),
+               lambda: busy_llm.generate([good, prompt, good], [SamplingParams(), params, SamplingParams()]),
+               lambda: busy_llm.generate_stream(prompt, params)):
     with pytest.raises(ValueError, match=words): call()
 
 
 @pytest.mark.parametrize("name,params,priority,words", INVALID["requests"])
 def test_invalid_request_raises(busy_llm, name, params, priority, words):
   with pytest.raises(ValueError, match=words): busy_llm.add_request(name, {"prompt_token_ids": [9]}, params, priority)
-
-
-def test_too_few_params_raise(busy_llm):
-  with pytest.raises(ValueError, match="2.*3"): busy_llm.generate(["a"] * 3, [SamplingParams()] * 2)

@@ -7,8 +7,7 @@ from helpers.data import read_data
 from helpers.invalid_requests import VALID, check_refused, refused_requests
 from helpers.servers import checked
 
-RENDERED = [(path, body, prompt) for path, rows in read_data("rendered_requests.json").items()
-            for body, prompt in rows]
+RENDERED = [(path, body, prompt) for path, rows in read_data("rendered_requests.json").items() for body, prompt in rows]
 
 
 @pytest.fixture(scope="module")

@@ -247,13 +247,6 @@ def test_completions_of_every_prompt_form_equal_generate(server, llm, form, n):
   assert body["usage"] == {**usage, "total_tokens": sum(usage.values()), "prompt_tokens_details": ANY}
 
 
-def test_chat_with_openai_package_equals_llm_chat(client, folder, llm):
-  output = llm.chat(MESSAGES, SamplingParams(**GREEDY))[0]
-  chat = client.chat.completions.create(model=folder.name, messages=MESSAGES, temperature=0, max_completion_tokens=8)
-  assert rows_of(chat.model_dump()) == [(0, output.outputs[0].text, "length", None)]
-  assert (chat.usage.prompt_tokens, chat.usage.completion_tokens) == (len(output.prompt_token_ids), 8)
-
-
 @pytest.mark.parametrize("limit", [{}, {"max_tokens": -1}], ids=str)
 @pytest.mark.parametrize("path,body", [(COMPLETIONS, {"prompt": "a"}), ("/generate", {"prompt": "a"}),
                                        (CHATS, {"messages": MESSAGES})])

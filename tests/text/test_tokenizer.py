@@ -112,6 +112,12 @@ def test_eos_token_id_is_read_from_files(tokenizer, tmp_path):
   assert byte_level(tmp_path).eos_token_id is None, "the files name no end token"
 
 
+def test_vocabulary_and_bos_token_id_are_those_of_tokenizer_json(tmp_path):
+  tokenizer = byte_level(tmp_path, {"bos_token": "<bos>"}, added=[AddedToken("<bos>", special=True)])
+  vocab = byte_level_bpe().get_vocab()
+  assert tokenizer.get_vocab() == vocab | {"<bos>": len(vocab)} and tokenizer.bos_token_id == len(vocab)
+
+
 def test_sentencepiece_add_bos_token_decides_bos(tmp_path, spm):
   ids = spm.encode("hello")
   assert ids[0] == 1 and 1 not in ids[1:] and 2 not in ids
