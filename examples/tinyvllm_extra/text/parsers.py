@@ -137,10 +137,12 @@ class Parser:
     return True
 
   def close(self, end: int) -> bool:
-    """Leave a section whose end, with its closing, is at `end`."""
+    """Leave a section whose text ends at `end`, and its closing, unless that also opens a section."""
+    rest = self.text[end:]
+    closing = next((x for x in self.section.closings if rest.startswith(x) and x not in self.sections), "")
     self.is_start = self.section.format == "reasoning"
     self.skipped = WHITE_SPACE + ";" * (self.section.format == "json")   # llama3_json separates calls by semicolons
-    self.text, self.section = self.text[end:], OUTSIDE
+    self.text, self.section = rest.removeprefix(closing), OUTSIDE
     return True
 
   def reject(self) -> bool:
@@ -171,8 +173,7 @@ class Parser:
     if tag: self.scanned = max(tag.start(), len(self.text) - 20)   # wait for the closing
     border = closing or tag
     self.deliver(section.format, border.start() if border else self.end_without([*section.closings, *self.tags]))
-    if closing: return self.close(0 if closing[0] in self.sections else len(closing[0]))
-    return tag is not None and self.is_finished and self.close(0)
+    return bool(closing or tag and self.is_finished) and self.close(0)
 
   def read_channel(self) -> bool:
     """Read the header of a message in OpenAI's harmony format, up to <|message|>."""
@@ -186,45 +187,40 @@ class Parser:
     return True
 
   def read_section(self) -> bool:
-    """Read calls up to a marker, or up to the end of the first value if the format has no closing."""
+    """Read the calls in a section. Its text is content if there are none."""
     section = self.section
     if section.format in STARTS and not STARTS[section.format].match(self.text): return self.reject()
-    if not section.closings: return self.read_value()
-    markers = [*section.closings, *self.tags * (not section.function)]
-    marker = marker_pattern(*markers).search(self.text, self.scanned)
-    if not marker and not self.is_finished:
-      self.scanned = max(self.scanned, len(self.text) - max(map(len, markers)))
-      return False
-    end = marker.start() if marker else len(self.text)
+    end = self.marker_start() if section.closings else self.value_end()
+    if end is None: return False
     text = section.opening * (section.format == "xml") + self.text[:end]
     if section.function: text = json.dumps({"name": section.function, "arguments": text.strip()})
-    if marker and self.num_rejected <= MAX_REJECTED and text.lstrip()[:1] in "{[" and is_in_string(text):
-      self.num_rejected += 1
-      self.scanned = marker.end()   # the marker is part of a string
-      return True
-    events = read_calls(section.format, text, self.functions, not marker)
+    is_cut = end == len(self.text)
+    events = [] if self.depth[-1] in QUOTED else read_calls(section.format, text, self.functions, is_cut)
     if section.function and not events: events = [("content", self.text[:end])]
-    is_closing = marker and marker[0] in section.closings and marker[0] not in self.sections
-    return self.deliver_calls(events, marker.end() if marker and is_closing else end)
-
-  def read_value(self) -> bool:
-    """Read calls up to the end of the first value in brackets."""
-    if self.section.format == "mistral" and not self.scanned:   # [ARGS] is not a list
-      if not (head := MISTRAL.match(self.text)): return self.is_finished and self.reject()
-      self.scanned = head.end()
-    end = self.value_end(self.section.format == "pythonic")
-    if end is None: return False
-    if self.depth[-1] in QUOTED: return self.reject()   # cut off within a string
-    return self.deliver_calls(read_calls(self.section.format, self.text[:end], self.functions, self.is_finished), end)
-
-  def deliver_calls(self, events: list[Event], end: int) -> bool:
-    for kind, text in events: self.emit(kind, text)
+    for event in events: self.emit(*event)
     return self.close(end) if events else self.reject()
 
-  def value_end(self, is_python: bool) -> int | None:
+  def marker_start(self) -> int | None:
+    """Return where a closing or a tag ends the section, or the end of the finished text; None if it needs more text."""
+    section = self.section
+    markers = [*section.closings, *self.tags * (not section.function)]
+    while marker := marker_pattern(*markers).search(self.text, self.scanned):
+      text = self.text[:marker.start()]
+      is_json = section.format not in ("xml", "harmony") and text.lstrip()[:1] in "{["   # may have markers in strings
+      if self.num_rejected > MAX_REJECTED or not (is_json and is_in_string(text)): return marker.start()
+      self.num_rejected += 1
+      self.scanned = marker.end()
+    self.scanned = max(self.scanned, len(self.text) - max(map(len, markers)))
+    return len(self.text) if self.is_finished else None
+
+  def value_end(self) -> int | None:
     """Return the end of the first value in brackets, or of the finished text; None if it needs more text. Reads each
     character once."""
-    while match := (QUOTED.get(self.depth[-1]) or BRACKETS[is_python]).search(self.text, self.scanned):
+    if self.section.format == "mistral" and not self.scanned:   # [ARGS] is not a list
+      if not (head := MISTRAL.match(self.text)): return 0 if self.is_finished else None
+      self.scanned = head.end()
+    brackets = BRACKETS[self.section.format == "pythonic"]
+    while match := (QUOTED.get(self.depth[-1]) or brackets).search(self.text, self.scanned):
       self.scanned = match.end()
       if match[0] in "[({\"'" and self.depth[-1] not in QUOTED: self.depth.append(match[0])
       elif len(self.depth) > 1 and match[0][0] != "\\":

@@ -194,11 +194,11 @@ def is_in_string(text: str) -> bool:
 
 def read_calls(section_format: str, text: str, functions: Functions, is_cut: bool) -> list[Event]:
   """Return the events of the calls in a section's text; [] for other text, including calls of unknown functions."""
-  try: calls = READERS[section_format](text, functions, is_cut)
+  try:
+    return [event for name, arguments in READERS[section_format](text, functions, is_cut)
+            for event in (("call", name), ("arguments", json.dumps(arguments, ensure_ascii=False)))]
   except (ValueError, TypeError, AttributeError, LookupError, StopIteration, SyntaxError, RecursionError, MemoryError):
     return []
-  return [event for name, arguments in calls
-          for event in (("call", name), ("arguments", json.dumps(arguments, ensure_ascii=False)))]
 
 
 # Parameters without JSON syntax
