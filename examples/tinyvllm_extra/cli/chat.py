@@ -1,7 +1,7 @@
 """`tinyvllm run` and `tinyvllm generate`: chat in the terminal, answer one question, or complete a prompt, here or with
 a server. During a chat a thread captures steps."""
 import contextlib, dataclasses, difflib, functools, inspect, json, logging, os, pathlib, signal, sys, threading, time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,14 +49,6 @@ def print_stream(outputs: Any, text: str = "", stop: threading.Event | None = No
   return text, output, times
 
 
-@contextlib.contextmanager
-def on_interrupt(handler: Callable[..., object] | signal.Handlers) -> Iterator[None]:
-  """Let `handler` handle Ctrl-C."""
-  previous = signal.signal(signal.SIGINT, handler)
-  try: yield
-  finally: signal.signal(signal.SIGINT, previous)
-
-
 def use_history(action: str) -> None:
   """Edit lines with readline, and "read" or "write" the file of earlier lines."""
   folder = pathlib.Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state", "tinyvllm").expanduser()
@@ -89,6 +81,7 @@ class Chat:
     """Answer the input. Return the exit code: 1 if the last message or a command after it failed, else 0."""
     if sys.stdin.isatty():
       use_history("read")
+      signal.signal(signal.SIGINT, signal.default_int_handler)   # at the prompt
       if not isinstance(self.llm, Remote): capture_steps(self.llm)
       logger.setLevel(max(logger.level, logging.WARNING))   # a line would land next to the prompt
     with contextlib.suppress(EOFError):   # raised by /bye
@@ -106,22 +99,17 @@ class Chat:
     text = ""
     with contextlib.suppress(EOFError):
       while True:
-        try: text += self.read("... " if text else "> ") if sys.stdin.isatty() else input()
+        try: text += input(("... " if text else "> ") if sys.stdin.isatty() else "")
         except KeyboardInterrupt:
           text = ""
           print("\n(Ctrl-D or /bye leaves the chat)")
+        if sys.stdin.isatty(): use_history("write")
         is_quoted = text.startswith(QUOTES)
         is_open = len(text) < 6 or not text.endswith(QUOTES) if is_quoted else text.endswith("\\")
         if not is_open: yield text
         text = "" if not is_open else text + "\n" if is_quoted else text[:-1] + "\n"
     if sys.stdin.isatty(): print()
     yield text
-
-  def read(self, prompt: str) -> str:
-    """Read a line of the terminal. Raises KeyboardInterrupt after Ctrl-C."""
-    with on_interrupt(signal.default_int_handler):
-      try: return input(prompt)
-      finally: use_history("write")
 
   def handle(self, text: str) -> None:
     """Run a command or answer a message."""
@@ -138,8 +126,9 @@ class Chat:
     """Answer the last message, and print which limit cut the answer, and tokens per second. can_stop: Ctrl-C stops the
     answer; else it ends the process."""
     stop = threading.Event()
-    with on_interrupt((lambda *_: stop.set()) if can_stop else signal.SIG_DFL):
-      text, output, times = print_stream(start(self.llm, {"messages": messages}, self.settings), stop=stop)
+    previous = signal.signal(signal.SIGINT, (lambda *_: stop.set()) if can_stop else signal.SIG_DFL)
+    try: text, output, times = print_stream(start(self.llm, {"messages": messages}, self.settings), stop=stop)
+    finally: signal.signal(signal.SIGINT, previous)
     self.messages = [*messages, {"role": "assistant", "content": text}]
     self.code = 0
     limit, metrics = self.settings.get("max_tokens"), output.metrics

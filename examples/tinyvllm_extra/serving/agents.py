@@ -182,8 +182,7 @@ class ResponsesRequest(Body):
     messages: list[JsonObject] = []
     if self.instructions: add_message(messages, "system", self.instructions)
     if isinstance(self.input, str): add_message(messages, "user", self.input)
-    else:
-      for i, item in enumerate(self.input): add_item(messages, item, f"input.{i}")
+    for i, item in enumerate(self.input if isinstance(self.input, list) else ()): add_item(messages, item, f"input.{i}")
     choice = self.tool_choice.for_chat() if isinstance(self.tool_choice, ResponsesToolChoice) else self.tool_choice
     return chat_request(
       self, messages=messages, max_tokens=self.max_output_tokens, tool_choice=choice,
