@@ -87,10 +87,6 @@ class VariantLayer(Layer):
   before the MLP and after it. Layers with equal `options` and tensors of equal shapes compute the same."""
   config: VariantConfig
 
-  def __new__(cls, config: VariantConfig, index: int, dtype: DType, backend: Backend) -> "VariantLayer":
-    """Return a layer of the class that the config names."""
-    return super().__new__(config.layers[index])
-
   def __init__(self, config: VariantConfig, index: int, dtype: DType, backend: Backend):
     self.config, self.backend, self.dtype = config, backend, dtype
     self.name = f"model.layers.{index}"
@@ -216,7 +212,7 @@ SCALINGS = {"yarn": yarn, "longrope": longrope}
 class LlamaVariant(Llama):
   """A model whose layers have options."""
   config: VariantConfig
-  Layer = VariantLayer
+  Layer: Any = staticmethod(lambda config, index, *others: config.layers[index](config, index, *others))
 
   def __init__(self, config: VariantConfig, dtype: DType, backend: Backend, devices: Devices):
     is_whole = any(config.norms[1::2]) or config.qk_norm == "all" or config.fused or config.has_sinks
