@@ -34,14 +34,6 @@ def read_numbers(path: pathlib.Path) -> dict[str, int]:
   return {name: int(value) for name, value in re.findall(r"^(\w+):?[ \t]+(\d+)", path.read_text(), re.M)}
 
 
-def machine_memory() -> MemoryReport:
-  """Return the machine's memory. On Linux, file cache that the kernel can free counts as free."""
-  with contextlib.suppress(OSError, KeyError):
-    meminfo = read_numbers(PROC / "meminfo")
-    return MemoryReport(meminfo["MemAvailable"] * 1024, meminfo["MemTotal"] * 1024)
-  return MemoryReport(Memory().free(("CPU",)), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-
-
 def cgroup_memory() -> Iterator[MemoryReport]:
   """Yield the memory that this process's cgroup and its parents may still use, for each limit (cgroups v1 and v2)."""
   for controllers, path in re.findall(r"^\d+:(.*?):(.*)$", (PROC / "self/cgroup").read_text(), re.M):
@@ -56,9 +48,13 @@ def cgroup_memory() -> Iterator[MemoryReport]:
 
 
 def host_memory() -> MemoryReport:
-  """Return the machine's memory, or the memory that this process may still use if RLIMIT_DATA or a cgroup limits it."""
-  limits = [machine_memory()]
+  """Return the machine's memory, or the memory that this process may still use if RLIMIT_DATA or a cgroup limits it. On
+  Linux, file cache that the kernel can free counts as free."""
+  limits = [MemoryReport(Memory().free(("CPU",)), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))]
   with contextlib.suppress(OSError, KeyError):   # only Linux has these files
+    meminfo = read_numbers(PROC / "meminfo")
+    limits = [MemoryReport(meminfo["MemAvailable"] * 1024, meminfo["MemTotal"] * 1024)]
+  with contextlib.suppress(OSError, KeyError):
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
     usage = read_numbers(PROC / "self/status")["VmData"] * 1024
     if limit != resource.RLIM_INFINITY: limits.append(MemoryReport(limit - usage, limit))
