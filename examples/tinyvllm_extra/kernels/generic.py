@@ -30,18 +30,14 @@ SMALLEST = 1e-30   # lower limit of a head's largest number, to avoid division b
 def read(tensors: dict[str, Tensor], options: ScoreOptions) -> Tensor:
   """Attend to the cache. tensors: out and q, (T, KV, G, D), keys, values and scales (int8 only) of the cache, table,
   (slots, max_blocks), tokens, and sinks, (H,), if there are any. Return `out`."""
-  if cuda_source.speaks_c(): return cuda_source.run(launch(tensors, options), **tensors)[0]
-  return call(lambda operands: attend_kernel(options, **operands), **tensors)[0]
-
-
-def launch(tensors: dict[str, Tensor], options: ScoreOptions) -> cuda_source.Launch:
-  """Return the launch of attention.c."""
+  if not cuda_source.speaks_c(): return call(lambda operands: attend_kernel(options, **operands), **tensors)[0]
   (T, _, G, D), keys, cores = tensors["q"].max_shape, tensors["keys"], cpu_cores()
   block_size = keys.max_shape[3]
-  return cuda_source.Launch(f"attend_{T}", "attention.c", options.definitions(tensors) | {
+  launch = cuda_source.Launch(f"attend_{T}", "attention.c", options.definitions(tensors) | {
     "ELEMENT": keys.dtype.name, "half": "_Float16", "BLOCK_SIZE": block_size, "CORES": cores, "TILE": max(1, 48 // G),
     "STEP": max(1, 64 // block_size) * block_size, "LANES": math.gcd(-(-D // 16) * 16, 64 if AVX512 else 16),
     "ROWS": 6 if T > 64 else min(G, 6)}, (cores, 1, 1))
+  return cuda_source.run(launch, **tensors)[0]
 
 
 # Dimensions of a head in an element of the cache
