@@ -64,6 +64,17 @@ def source_hash() -> str:
   return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
 
 
+class Reader(pickle.Unpickler):
+  """Reads a step. buffers: of the runner's state, in order of appearance; the step's own ones are new."""
+  def __init__(self, file: io.BytesIO, buffers: list[UOp]):
+    super().__init__(file)
+    self.buffers = dict(enumerate(buffers))
+
+  def persistent_load(self, description: tuple) -> UOp:
+    number, device, (size,), dtype = description
+    return self.buffers.setdefault(number, UOp.new_buffer(device, size, dtype))
+
+
 class StoredStep(pickle.Pickler):
   """The file of a step, by the code, the state that its runner reads, and the key of its graph. It pickles this state,
   then the step. A buffer becomes its number, in order of appearance."""
@@ -93,17 +104,10 @@ class StoredStep(pickle.Pickler):
     return UOp, (x.op, x.dtype, kept, x.arg)
 
   def load(self, graph: _TinyJit) -> None:
-    """Give a graph the step, if it is stored. Its buffers are those of the runner's state, or new."""
-    buffers = dict(enumerate(self.numbers))
-
-    class Reader(pickle.Unpickler):
-      def persistent_load(self, description: tuple) -> UOp:
-        number, device, (size,), dtype = description
-        return buffers.setdefault(number, UOp.new_buffer(device, size, dtype))
-
+    """Give a graph the step, if it is stored."""
     with contextlib.suppress(OSError, zlib.error):   # the file is missing or damaged
       data = zlib.decompress(self.path.read_bytes())
-      linear, outputs = Reader(io.BytesIO(data)).load()
+      linear, outputs = Reader(io.BytesIO(data), [*self.numbers]).load()
       graph.captured = CapturedJit([Tensor(x) for x in outputs], linear, [], [])
       graph.cnt += 1
 
