@@ -74,7 +74,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     self.config = dataclasses.replace(self.config, dtype=getattr(self.backend, "stored_dtype", "") or self.config.dtype)
     self.devices = self.runner.model.devices.names
     self.scheduler.states, self.scheduler.adapters = self.states, self.adapters
-    self.is_embedder = isinstance(self.runner.model, models.Embedder)
+    self.is_embedder = isinstance(self.runner.model, models.layers.Embedder)
     check(not (self.is_embedder and self.proposer), "speculative_config must be None for an embedding model")
     # Else `encode` leaves out tokenizer.json's end token, whose hidden state is the embedding
     if self.is_embedder: self.tokenizer.config.pop("add_bos_token", None)

@@ -33,14 +33,6 @@ def find_compiler() -> str | None:
   return shutil.which("clang") or shutil.which("clang", path=os.path.dirname(sys.executable))
 
 
-def advice(dev: str, path: str | None) -> str:
-  """Return what to do if no device opens. dev: the requested device, "" for none. path: the C compiler's, if any."""
-  others = [x for x in Device.get_available_devices() if x not in (dev, "" if path else "CPU")]
-  for_cpu = f"for the CPU: {'unset CC, or ' if path else ''}{clang_command()}"
-  remedy = for_cpu if dev in ("", "CPU") else f"unset DEV={dev}"
-  return remedy + (f", or set DEV to one that opens here: {', '.join(others)}" if others else "")
-
-
 def prefer_cpu_backend() -> str:
   """Make the CPU backend the default if tinygrad chooses OpenCL, and the OpenCL device is a CPU: the CPU backend's
   kernels are faster there. Return the reason, or "" if the default stays, as it does if the user has set DEV."""
@@ -83,7 +75,11 @@ def prepare_device() -> str:
     tinygrad_patches.apply(Device.DEFAULT)
     return reason
   except Exception as e:   # devices raise different types
-    raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}): {advice(dev, cc)}") from e
+    remedy = f"unset DEV={dev}"
+    if dev in ("", "CPU"): remedy = f"for the CPU: {'unset CC, or ' if cc else ''}{clang_command()}"
+    others = [x for x in Device.get_available_devices() if x not in (dev, "" if cc else "CPU")]
+    if others: remedy += f", or set DEV to one that opens here: {', '.join(others)}"
+    raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}): {remedy}") from e
 
 
 def device_name(opened: Any) -> str:

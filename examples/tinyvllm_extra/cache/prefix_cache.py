@@ -5,7 +5,7 @@ import collections, os, pathlib, time, weakref
 import numpy as np
 from tinygrad import Context, Device, Tensor, TinyJit, dtypes
 
-from tinyvllm import backend, scheduler
+from tinyvllm import backend
 from tinyvllm.config import JsonObject, check, logger
 from tinyvllm.engine import Engine
 from tinyvllm_extra.formats.prefix_file import FORMAT, StoredBlocks, fingerprint, replaceable, replacing, write_blocks
@@ -124,23 +124,18 @@ def load_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
     metadata = identity(engine)
     file = pathlib.Path(path).expanduser()
     check(file.exists(), f"{prefix} does not exist")
-    blocks = Blocks(engine)
-    count = load_blocks(engine.blocks, blocks, StoredBlocks(file, metadata, blocks.row_bytes, prefix))
-  logger.info(f"prefix cache: {count} blocks of {path} in {time.perf_counter() - started:.1f} s")
-  return count
-
-
-def load_blocks(pool: scheduler.BlockManager, blocks: Blocks, stored: StoredBlocks) -> int:
-  """Write stored blocks to free ones, then add them to the prefix cache."""
-  uncached = [i for i, key in enumerate(stored.keys) if key not in pool.cached_blocks]
-  targets = dict(zip(uncached, reversed(pool.free_blocks), strict=False))   # row of the file -> free block
-  for start in range(0, len(stored.keys), blocks.count):
-    batch = [i for i in range(start, start + blocks.count) if i in targets]
-    if batch: blocks.write([targets[i] for i in batch], stored.rows(batch))
-  del pool.free_blocks[len(pool.free_blocks) - len(targets):]
-  for i, block in reversed(targets.items()):
-    pool.block_hashes[block] = stored.keys[i]
-    pool.cached_blocks[stored.keys[i]] = block
-  # Least recently used first: the engine's own blocks are more recent than the file's
-  pool.evictable = collections.OrderedDict.fromkeys([*reversed(targets.values()), *pool.evictable])
+    pool, blocks = engine.blocks, Blocks(engine)
+    stored = StoredBlocks(file, metadata, blocks.row_bytes, prefix)
+    uncached = [i for i, key in enumerate(stored.keys) if key not in pool.cached_blocks]
+    targets = dict(zip(uncached, reversed(pool.free_blocks), strict=False))   # row of the file -> free block
+    for start in range(0, len(stored.keys), blocks.count):
+      batch = [i for i in range(start, start + blocks.count) if i in targets]
+      if batch: blocks.write([targets[i] for i in batch], stored.rows(batch))
+    del pool.free_blocks[len(pool.free_blocks) - len(targets):]   # when all blocks are on the device
+    for i, block in reversed(targets.items()):
+      pool.block_hashes[block] = stored.keys[i]
+      pool.cached_blocks[stored.keys[i]] = block
+    # Least recently used first: the engine's own blocks are more recent than the file's
+    pool.evictable = collections.OrderedDict.fromkeys([*reversed(targets.values()), *pool.evictable])
+  logger.info(f"prefix cache: {len(targets)} blocks of {path} in {time.perf_counter() - started:.1f} s")
   return len(targets)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from tinygrad.helpers import size_to_str
 
-from tinyvllm.config import InputError, JsonObject, check, logger, read_json
+from tinyvllm.config import InputError, check, logger, read_json
 from tinyvllm_extra.kernels.cuda_source import has_wgmma, speaks_c
 from tinyvllm_extra.models import text_config
 from tinyvllm_extra.options import LLMConfig, optional, setup_logging
@@ -122,17 +122,15 @@ class Repository:
     self.blobs = self.cache / folder / "blobs"     # complete files, named after their hashes
     self.locks = self.cache / ".locks" / folder
     self.folder = self.cache / folder / "snapshots" / self.commit.resolved   # links to blobs
-    self.sizes = self.list_files()   # in bytes, by file
-
-  def list_files(self) -> dict[str, int]:
-    """Return the sizes of the repository's files. If the hub cannot be reached, list the cached files only."""
-    try: tree = self.hub.get_cached_repo_tree(self.name, revision=self.commit, cache_dir=self.cache)
-    except self.hub.errors.CachedRepoTreeNotFoundError:   # this program has not completed a download
-      try: tree = [*self.hub.list_repo_tree(self.name, recursive=True, revision=self.commit.resolved)]
-      except (self.hub.errors.HTTPError, OSError):
+    try: tree = hub.get_cached_repo_tree(name, revision=self.commit, cache_dir=self.cache)
+    except hub.errors.CachedRepoTreeNotFoundError:   # this program has not completed a download
+      try: tree = [*hub.list_repo_tree(name, recursive=True, revision=self.commit.resolved)]
+      except (hub.errors.HTTPError, OSError):
         if not self.folder.exists(): raise
-        return {str(path.relative_to(self.folder)): path.stat().st_size for path in self.folder.rglob("*")}
-    return {x.path: x.size for x in tree if isinstance(x, self.hub.RepoFile)}   # without folders
+        tree = []   # the hub cannot be reached: only the cached files
+    # In bytes, by file, without folders
+    self.sizes = {x.path: x.size for x in tree if isinstance(x, hub.RepoFile)} or {
+      str(path.relative_to(self.folder)): path.stat().st_size for path in self.folder.rglob("*")}
 
   def choose(self, suffix: str | None) -> list[str]:
     """Return the files of the model folder, or all parts of a GGUF model in order. suffix: its type or file."""
@@ -161,19 +159,16 @@ class Repository:
     check(size <= free, f"download_dir={str(self.cache)!r} has {size_to_str(free)} of free disk space, but "
           f"{self.name} needs {size_to_str(size)}: free some space or choose another folder")
     device = fit.open_device()
-    weights = self.weights_gib(files, device, config.quantization)
+    weights = sum(self.sizes[file] for file in files) / fit.GIB   # GGUF's; others are estimated
+    if "config.json" in files:
+      path = self.hub.hf_hub_download(self.name, "config.json", revision=self.commit, cache_dir=self.cache)
+      hf = read_json(pathlib.Path(path))
+      weights = fit.estimate_fit(self.name, hf, device, fit.prequantized(hf) or config.quantization)["weights_gib"]
     available = device["free_gib"] * config.tensor_parallel_size
     text = f"downloading {self.name}: {size_to_str(size)} in {len(missing)} files to {self.cache}; the weights use " \
       f"{weights:.2f} of {available:.2f} GiB of free memory"
     if weights < available * config.gpu_memory_utilization: logger.info(text)
     else: logger.warning(f"{text}, so that the model does not fit: choose a smaller or quantized one")
-
-  def weights_gib(self, files: list[str], device: JsonObject, quantization: str | None) -> float:
-    """Return the memory that the weights will take: estimated from config.json or, for GGUF, the size of the files."""
-    if "config.json" not in files: return sum(self.sizes[file] for file in files) / fit.GIB
-    path = self.hub.hf_hub_download(self.name, "config.json", revision=self.commit, cache_dir=self.cache)
-    hf = read_json(pathlib.Path(path))
-    return fit.estimate_fit(self.name, hf, device, fit.prequantized(hf) or quantization)["weights_gib"]
 
   def download(self, file: str) -> None:
     """Download a large file to the cache. huggingface_hub would begin again if an earlier process has been stopped."""

@@ -94,12 +94,6 @@ def pairs(queries: str | list[str], documents: str | list[str], *names: str) -> 
   return [*zip(queries * (num_documents // num_queries), documents, strict=True)]
 
 
-def score_prompt(query: str, document: str, instruction: str) -> str:
-  """Return the prompt of a pair. A query with the model's template, as in vLLM's examples, gets no other one."""
-  template = "{query}{document}" if query.startswith("<|im_start|>") else SCORE_PROMPT
-  return template.format(instruction=instruction, query=query, document=document)
-
-
 def scoring(tokenizer: ChatTokenizer, texts: list[tuple[str, str]],
             instruction: str) -> Generator[Any, list[RequestOutput], None]:
   """Score pairs of query and document: twice yield Jobs and receive their outputs, then yield the scores, a list of
@@ -112,7 +106,10 @@ def scoring(tokenizer: ChatTokenizer, texts: list[tuple[str, str]],
 
   def params(num_best: int, *ids: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=[*ids], logprobs=num_best, detokenize=False)
-  outputs = yield [(score_prompt(*pair, instruction), params(NUM_BEST, yes, no)) for pair in texts]
+  # A query with the model's template, as in vLLM's examples, gets no other one
+  prompts = [query + document if query.startswith("<|im_start|>") else
+             SCORE_PROMPT.format(instruction=instruction, query=query, document=document) for query, document in texts]
+  outputs = yield [(prompt, params(NUM_BEST, yes, no)) for prompt in prompts]
   tables = [logprobs_of(x) for x in outputs]
   missing = [(i, token) for i, table in enumerate(tables) for token in (yes, no) if token not in table]
   others = yield [({"prompt_token_ids": outputs[i].prompt_token_ids}, params(0, token)) for i, token in missing]

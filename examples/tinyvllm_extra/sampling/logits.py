@@ -10,7 +10,7 @@ from tinyvllm.backend import Sampler, Table
 from tinyvllm.llama import Llama
 from tinyvllm.request import SamplerMode
 from tinyvllm.runner import UNKNOWN, Results, Row, Runner
-from tinyvllm_extra.models import Embedder
+from tinyvllm_extra.models.layers import Embedder
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 
 from .params import ALL, Logprob
