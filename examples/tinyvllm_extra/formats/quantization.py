@@ -131,15 +131,6 @@ class PackedMatrix:
     values = unpack_words(words, self.bits, axis, self.layout.bit_order)
     return values + np.uint8(shift) & 7 if shift and self.bits == 3 else values
 
-  def column_order(self) -> np.ndarray:
-    """Return the order of columns that makes each group consecutive."""
-    in_order = np.arange(self.shape[1]) // (self.shape[1] // self.num_groups)
-    name = f"{self.name}.{self.layout.group}"
-    index = np.array(self.source.array(name, self.shape[1])) if self.has(self.layout.group) else in_order
-    columns = np.argsort(index, kind="stable")
-    check(np.array_equal(index[columns], in_order), f"{name}: its {self.num_groups} groups must have the same size")
-    return columns
-
 
 def read_matrix(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix:
   """Read the matrix `name`, (out, in): Quantized if it is stored in one of the source's layouts. Raises InputError as
@@ -157,7 +148,11 @@ def read_matrix(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> 
   if stored.bits == 8 and layout.packed is not None:   # 0 to 255 does not fit int8
     q = (q ^ 128).view(np.int8)
     offset = offset + 128 * scale
-  order = stored.column_order()
+  in_order = np.arange(shape[1]) // (shape[1] // stored.num_groups)   # group of each column
+  group_name = f"{name}.{layout.group}"
+  index = np.array(source.array(group_name, shape[1])) if stored.has(layout.group) else in_order
+  order = np.argsort(index, kind="stable")   # makes each group consecutive
+  check(np.array_equal(index[order], in_order), f"{group_name}: its {stored.num_groups} groups must have the same size")
   config = source.quantization_config
   for key, found in (("bits", stored.bits), ("group_size", shape[1] // stored.num_groups)):
     value = config.get(key, found)
