@@ -41,10 +41,11 @@ def calls_schema(tools: list[JsonObject], choice: Choice, parallel: bool = True)
   functions = callable_functions(tools, choice)
   if not requires_call(choice): return None
   functions = {name: close(schema or {"type": "object", "properties": {}}) for name, schema in functions.items()}
-  # A schema with an id ($id, in draft 4 id) is the root of its references, such as "#/$defs/X"
-  calls = [{"type": "object", "required": ["name", "arguments"], "additionalProperties": False, "properties": {
-              "name": {"const": name}, "arguments": {"$id": f"arguments-{i}", "id": f"arguments-{i}", **parameters}}}
-           for i, (name, parameters) in enumerate(functions.items())]
+  # A schema with an $id is the root of the references in it. Not the parameters: drafts up to 7 ignore it next to $ref
+  calls = [{"type": "object", "properties": {"name": {"const": name}, "arguments": {
+              "$id": f"arguments-{i}", "allOf": [x], **{key: x[key] for key in ("$defs", "definitions") if key in x}}},
+            "required": ["name", "arguments"], "additionalProperties": False}
+           for i, (name, x) in enumerate(functions.items())]
   is_single = not parallel or isinstance(choice, dict) and choice["type"] == "function"
   return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **({"maxItems": 1} if is_single else {}),
           "x-guidance": {"whitespace_flexible": False}}   # small models may generate spaces forever
