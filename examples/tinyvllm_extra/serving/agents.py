@@ -225,10 +225,9 @@ class ResponsesBuilder(answers.BlockBuilder):
     self.echo = {f"${name}": x for name, x in fields.items()}
 
   def values(self) -> JsonObject:
-    is_cut = self.is_cut and not self.error
-    status = "failed" if self.error else "in_progress" if not self.end else "incomplete" if is_cut else "completed"
+    status = "failed" if self.error else "in_progress" if not self.end else "incomplete" if self.is_cut else "completed"
     values = {**super().values(), **self.echo, "$status": status, "$event": f"response.{status}",
               "$error": self.error and {"code": "server_error", "message": self.error["message"]},
-              "$details": {"reason": "max_output_tokens"} if is_cut else None,
+              "$details": {"reason": "max_output_tokens"} if self.is_cut else None,
               "$temperature": self.params.temperature, "$top_p": self.params.top_p}
     return {**values, "$usage": answers.fill(self.templates["usage"], values) if self.end and not self.error else None}

@@ -270,7 +270,7 @@ class BlockBuilder(Generation):
     self.end: CompletionOutput | None = None   # the last output
     self.error: JsonObject | None = None   # in OpenAI's format
 
-  is_cut = property(lambda self: self.end is not None and self.end.finish_reason != "stop")
+  is_cut = property(lambda self: self.end is not None and self.end.finish_reason != "stop" and not self.error)
 
   def response(self) -> JsonObject:
     output = self.requests[0].output()

@@ -3,11 +3,10 @@ model is loaded; requests get HTTP 503 until then."""
 import asyncio, contextlib, functools, hmac, logging, os, signal, socket, threading, time, typing, uuid
 from collections.abc import Callable, Coroutine
 
-import fastapi, fastapi.middleware.cors as cors, fastapi.routing, pydantic, uvicorn
+import fastapi, fastapi.middleware.cors as cors, fastapi.routing, pydantic, starlette.requests, uvicorn
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinyvllm import __version__
@@ -39,7 +38,7 @@ class Gate:
     scope.update(root_path=self.options.root_path, asgi={"version": "3.0", "spec_version": "2.4"})
     refusal = self.refusal(scope["path"].removeprefix(scope["root_path"]), Headers(scope=scope))
     try: body = await self.read_body(fastapi.Request(scope, receive), 0 if refusal else self.options.max_body_size)
-    except ClientDisconnect: return
+    except starlette.requests.ClientDisconnect: return
     if body is None: refusal = refusal or ErrorJSON(413, "the body is larger than --max-body-size="
                                                          f"{self.options.max_body_size} bytes")
     if refusal: return await refusal(scope, receive, send)

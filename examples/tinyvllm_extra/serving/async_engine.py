@@ -227,19 +227,15 @@ class AsyncLLM:
       async for outputs in stream:
         for _, output in outputs: yield output
 
-  async def stream(self, requests: list[Request], on_end: Callable[[Request], object] = lambda request: None
-                   ) -> AsyncGenerator[list[IndexedOutput], None]:
+  async def stream(self, requests: list[Request]) -> AsyncGenerator[list[IndexedOutput], None]:
     """Run requests from `llm.make_request`; yield the outputs since the last yield, with each request's index. Closing
-    the generator ends all requests, unless the close is cancelled, too. on_end: called with each request when it ends
-    for any reason."""
+    the generator ends all requests, unless the close is cancelled, too."""
     arrived = asyncio.Queue[tuple[Request, Delta]]()   # not yielded yet
     unfinished = set(requests)
 
     def receive(request: Request, deltas: list[Delta], last: bool) -> None:
       for delta in deltas: arrived.put_nowait((request, delta))
-      if not last: return
-      unfinished.remove(request)
-      on_end(request)
+      if last: unfinished.remove(request)
 
     reader = Reader(asyncio.get_running_loop(), receive)
     for request in requests: self._driver.post(functools.partial(self._driver.add, request, reader))

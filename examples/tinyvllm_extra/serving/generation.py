@@ -155,19 +155,17 @@ class Serving:
   async def steps(self, requests: list[Request]) -> AsyncGenerator[list[IndexedOutput], None]:
     """Yield AsyncLLM.stream's outputs; observe the requests' metrics; abort the requests after the timeout."""
     timer = asyncio.get_running_loop().call_later(self.options.request_timeout or 2**31, self.abort, requests)
-
-    def on_end(request: Request) -> None:
-      self.requests.remove(request)
-      self.observer.observe_end(request)
-
     self.requests.update(requests)
     SERVED.get([]).extend(requests)
     try:
-      async with contextlib.aclosing(self.loaded.stream(requests, on_end)) as stream:
+      async with contextlib.aclosing(self.loaded.stream(requests)) as stream:
         async for outputs in stream:
-          for request in {requests[i] for i, _ in outputs} & self.requests: self.observer.observe_tokens(request)
+          for i in {i for i, _ in outputs}: self.observer.observe_tokens(requests[i])
           yield outputs
-    finally: timer.cancel()
+    finally:
+      timer.cancel()
+      self.requests.difference_update(requests)
+      for request in requests: self.observer.observe_end(request)
 
   def abort(self, requests: Iterable[Request]) -> None:
     for request in requests: self.loaded.abort(request.request_id)

@@ -70,7 +70,7 @@ class Metrics(registry.Collector):
     """Observe the times and token counts of a request that has ended for any reason."""
     self.observe_tokens(request)   # tokens that were not delivered
     del self.last_tokens[request]
-    for seq in request.sequences: self.finished.labels(self.model_name, seq.finish_reason).inc()
+    for seq in request.sequences: self.finished.labels(self.model_name, seq.finish_reason or "abort").inc()
     for name, (_, *attributes) in TEXTS["requests"].items():
       *start, end = [operator.attrgetter(x)(request.sequences[0]) for x in attributes]
       value = end - sum(start)
