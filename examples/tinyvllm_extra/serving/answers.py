@@ -8,11 +8,11 @@ import orjson
 
 from tinyvllm import CompletionOutput, Logprob, RequestOutput, SamplingParams, engine
 from tinyvllm.config import JsonObject, check
-from tinyvllm_extra.text import chat_template, huggingface, tools
-from tinyvllm_extra.text.parsers import OutputFormat, Parser
+from tinyvllm_extra.text import chat_template, huggingface
+from tinyvllm_extra.text.parsers import Parser
 
 from .errors import internal_error
-from .protocol import ChatCompletionRequest, GenerationRequest, StreamOptions, tools_of
+from .protocol import ChatCompletionRequest, GenerationRequest, StreamOptions
 
 
 def num_tokens(requests: list[engine.Request]) -> tuple[int, int]:
@@ -34,8 +34,7 @@ class Generation:
   model_name: str
   params: SamplingParams
   tokenizer: huggingface.ChatTokenizer
-  output_format: OutputFormat
-  prompt_end: str   # a chat's, see Parser
+  parsers: list[Parser]   # one for each sample of a chat
   requests: list[engine.Request]   # one for each prompt
   created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
@@ -43,13 +42,6 @@ class Generation:
   def usage(self) -> JsonObject:
     cached = sum(request.sequences[0].num_cached or 0 for request in self.requests)
     return {**usage_of(*num_tokens(self.requests)), "prompt_tokens_details": {"cached_tokens": cached}}
-
-  def new_parsers(self) -> list[Parser]:
-    """Return the parser of each sample's text."""
-    functions = tools.callable_functions(tools_of(self.body), self.body.tool_choice)
-    parallel = self.body.parallel_tool_calls is not False
-    is_forced = tools.requires_call(self.body.tool_choice)
-    return [Parser(self.output_format, functions, self.prompt_end, is_forced, parallel) for _ in range(self.params.n)]
 
 
 class Token(NamedTuple):
@@ -196,7 +188,6 @@ class ChatBuilder(ChoicesBuilder):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    self.parsers = self.new_parsers()   # by choice
     last = self.body.messages[-1]
     # The answer continues the last message if the template does not start a new one
     is_new = self.body.add_generation_prompt is not False and not self.body.continue_final_message
@@ -264,7 +255,7 @@ class BlockBuilder(Generation):
   templates: JsonObject
 
   def __post_init__(self) -> None:
-    self.parser, = self.new_parsers()
+    self.parser, = self.parsers
     self.event_numbers = itertools.count()
     self.blocks: list[JsonObject] = []   # values by name; of a call, $text is its arguments
     self.end: CompletionOutput | None = None   # the last output

@@ -130,11 +130,12 @@ class Serving:
     defaults = self.chat_defaults if is_chat else self.engine.sampling_defaults
     params = protocol.sampling_params(body, defaults, escapes)
     self.check_queue(len(prompts), params.n)
+    parsers = protocol.new_parsers(body, self.output_format, prompt_end, params.n) if is_chat else []
     name = uuid.uuid4().hex
     extended = [add_fields(x, cache_salt=body.cache_salt, lora_request=adapter) for x in prompts]
     requests = [self.engine.make_request(f"{name}-{i}", x, params, body.priority or 0) for i, x in enumerate(extended)]
     model = adapter.lora_name if adapter else self.names[0]
-    return builder_class(body, name, model, params, self.engine.tokenizer, self.output_format, prompt_end, requests)
+    return builder_class(body, name, model, params, self.engine.tokenizer, parsers, requests)
 
   def check_model(self, name: str | None) -> LoRARequest | None:
     """Return the adapter that a body names as its model, None for the model itself. Raises Refusal."""

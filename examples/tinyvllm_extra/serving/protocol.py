@@ -203,8 +203,7 @@ def sampling_params(body: GenerationRequest, defaults: JsonObject, escapes: Json
   elif body.echo and fields.get("max_tokens") == 0: fields["max_tokens"] = 1   # its text is left out
   if "max_tokens" in defaults: fields["max_tokens"] = min(fields["max_tokens"], defaults["max_tokens"])
   if body.echo and fields.get("logprobs") is not None: fields.setdefault("prompt_logprobs", fields["logprobs"])
-  structured = structured_outputs(body)
-  if structured is not None: fields["structured_outputs"] = {**structured, **escapes}
+  if (structured := structured_outputs(body)) is not None: fields["structured_outputs"] = {**structured, **escapes}
   return SamplingParams(**fields)
 
 
@@ -236,6 +235,14 @@ def escapes_of(body: Body, output_format: parsers.OutputFormat, prompt_end: str)
   has_tools = bool(tools_of(body)) and not tools.requires_call(body.tool_choice)
   escapes = output_format.escapes(has_tools) if body.structured_outputs is None else {}
   return {"escapes": {**escapes, "": opened.closings} if opened else escapes}
+
+
+def new_parsers(body: Body, output_format: parsers.OutputFormat, prompt_end: str, count: int) -> list[parsers.Parser]:
+  """Return a parser for each sample of a chat. prompt_end: see Parser. count: of samples."""
+  functions = tools.callable_functions(tools_of(body), body.tool_choice)
+  parallel = body.parallel_tool_calls is not False
+  is_forced = tools.requires_call(body.tool_choice)
+  return [parsers.Parser(output_format, functions, prompt_end, is_forced, parallel) for _ in range(count)]
 
 
 def encode_prompts(body: GenerationRequest, engine: LLM, trusts_template: bool) -> list[JsonObject]:
