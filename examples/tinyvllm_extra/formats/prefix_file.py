@@ -76,7 +76,7 @@ class StoredBlocks:
       self.blocks = file.get_slice("blocks")
     except (OSError, SafetensorError) as e: check(False, f"{prefix} is damaged ({e}): remove it")
     is_valid = self.blocks.get_dtype() == "U8" and self.blocks.get_shape()[1:] == [START + row_bytes]
-    check(is_valid, f"{prefix} is damaged: remove it")
+    check(is_valid and self.blocks.get_shape()[0] > 0, f"{prefix} is damaged: remove it")
     self.keys = [row.tobytes() for row in self.blocks[:, 4:START]]
 
   def rows(self, indices: list[int]) -> np.ndarray:
