@@ -146,8 +146,8 @@ class OwnWeights(RandomCheckpoint):
 def random_weights(checkpoint: type[SafetensorsCheckpoint] = RandomCheckpoint) -> AbstractContextManager:
   """Return a context in which models and draft models load through `checkpoint`."""
   def open_checkpoint(path: Path, quantization: str | None, activations: str) -> SafetensorsCheckpoint:
-    opened = checkpoint(path, quantization)
-    opened.activations = activations
+    opened = checkpoint(path)
+    opened.quantization, opened.activations = quantization, activations
     return opened
   return patch("tinyvllm_extra.formats.hub.open_checkpoint", open_checkpoint)
 
