@@ -255,7 +255,6 @@ class BlockBuilder(Generation):
   templates: JsonObject
 
   def __post_init__(self) -> None:
-    self.parser, = self.parsers
     self.event_numbers = itertools.count()
     self.blocks: list[JsonObject] = []   # values by name; of a call, $text is its arguments
     self.end: CompletionOutput | None = None   # the last output
@@ -271,7 +270,7 @@ class BlockBuilder(Generation):
   def events(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
     """Add a completion's new text to the blocks, and return the events."""
     events = b""
-    for kind, text in self.parser.feed(completion.text, bool(completion.finish_reason)):
+    for kind, text in self.parsers[0].feed(completion.text, bool(completion.finish_reason)):
       if kind == "call": events += self.start(kind, text)
       elif kind != "arguments" and (not self.blocks or kind != self.blocks[-1]["$kind"]): events += self.start(kind)
       if kind == "call": continue
