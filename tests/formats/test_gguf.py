@@ -3,12 +3,11 @@ import json
 import random
 import re
 import sys
-from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
-from helpers.commands import check_error, flags, run_command
+from helpers.commands import ROOT, check_error, flags, run_command
 from helpers.data import read_data
 from helpers.engines import ENGINE, LogitsRecorder
 from helpers.gguf_files import decoded, read_matrices, write_gguf
@@ -18,7 +17,6 @@ from helpers.record_models import write_model
 from helpers.reference import reference_greedy
 from tinygrad import Tensor, dtypes, nn
 
-import tinyvllm
 from tinyvllm import LLM
 from tinyvllm.backend import Backend
 from tinyvllm_extra.formats.gguf import make_tokenizer
@@ -135,12 +133,15 @@ def test_architecture_equals_safetensors(tmp_path, name):
       np.testing.assert_allclose(table.numpy(), expected.numpy(), atol=1e-6)
 
 
+def raw_tensors(path):
+  return {name: (x.dtype.str, x.shape, x.raw().tobytes()) for name, x in open_checkpoint(path).stored_tensors().items()}
+
+
 def test_raw_tensors_differ_with_weights_and_cover_all(tmp_path):
   paths = [write_gguf(tmp_path / f"{seed}.gguf", tiny_model(tmp_path / str(seed), seed), "Q8_0") for seed in (0, 1)]
-  pieces = [{name: (x.dtype.str, x.shape, x.raw().tobytes()) for name, x in checkpoint.stored_tensors().items()}
-            for checkpoint in map(open_checkpoint, (*paths, paths[0]))]
-  assert pieces[0] == pieces[2] != pieces[1] and len(pieces[0]) == len(gguf.GGUFReader(paths[0]).tensors)
-  kind, shape, raw = pieces[0]["model.layers.0.mlp.up_proj.weight"]
+  first, other, again = map(raw_tensors, (*paths, paths[0]))
+  assert first == again != other and len(first) == len(gguf.GGUFReader(paths[0]).tensors)
+  kind, shape, raw = first["model.layers.0.mlp.up_proj.weight"]
   assert shape == (64, 32) and len(raw) == 64 * 34 and kind == "|V34", "blocks of 34 bytes"
 
 
@@ -148,7 +149,7 @@ def test_raw_tensors_differ_with_weights_and_cover_all(tmp_path):
 
 @pytest.mark.parametrize("bundled", [True, False])
 def test_sentencepiece_tokenizer_equals_original(tmp_path, bundled):
-  own = Path(tinyvllm.__file__).parent / "default_model"
+  own = ROOT / "tinyvllm/default_model"
   folder = own if bundled else tiny_model(tmp_path / "hf")
   template = json.loads((own / "tokenizer_config.json").read_text())["chat_template"]
   path = write_gguf(tmp_path / "model.gguf", folder, tokenizer="llama", template=template)
@@ -207,8 +208,7 @@ def test_gguf_without_tokenizers_raises_with_extra(tmp_path, monkeypatch):
 def test_unsupported_or_wrong_content_raises_with_value(tmp_path, options, parts):
   tensors = {name: shape and np.zeros(shape) for name, shape in options.get("tensors", {}).items()}
   options = {**options, "tensors": tensors, "tokens": ["a"] * options.get("tokens", 0)}
-  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf", **WIDE), **options)
-  check_refused(path, *parts)
+  check_refused(write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf", **WIDE), **options), *parts)
 
 
 def test_truncated_file_raises(tmp_path):
@@ -264,11 +264,8 @@ def test_split_file_equals_whole_file(tmp_path, options):
   assert len([*tmp_path.glob("*.gguf")]) == (3 if "tensors_per_file" in options else 1)
   assert bool(gguf.GGUFReader(path).tensors) != ("small_first_shard" in options)
   whole = write_gguf(tmp_path / "whole.gguf", tmp_path / "hf", "Q8_0")
-  checkpoints = [open_checkpoint(path), open_checkpoint(whole)]
-  pieces = [{name: (x.dtype, x.shape, x.raw().tobytes()) for name, x in checkpoint.stored_tensors().items()}
-            for checkpoint in checkpoints]
-  assert pieces[0] == pieces[1] and len(pieces[0]) == 21
-  assert checkpoints[0].hf_config == checkpoints[1].hf_config
+  assert raw_tensors(path) == raw_tensors(whole) and len(raw_tensors(path)) == 21
+  assert open_checkpoint(path).hf_config == open_checkpoint(whole).hf_config
   read_matrices(path)
 
 

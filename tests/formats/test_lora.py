@@ -2,7 +2,7 @@
 results with PEFT."""
 import asyncio
 import json
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -83,6 +83,11 @@ def loras(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def llm(folder):
+  with LLM(folder, enable_lora=True, max_loras=2, **ENGINE) as llm: yield llm
+
+
+@pytest.fixture(scope="module")
 def expected(folder, loras):
   """The ids of each job, from three models."""
   ids = {}
@@ -129,12 +134,12 @@ def test_adapter_of_a_quantized_or_gguf_model_stays_separate(folder, loras, expe
     assert [*map(ids_of, plain)] == [*map(ids_of, zeros)] != [*map(ids_of, other)]
 
 
-def test_other_methods_take_an_adapter(folder, loras):
+def test_other_methods_take_an_adapter(folder, llm, loras):
   params, job, lora = BeamSearchParams(beam_width=2, max_tokens=4), tokens(prompt(9)), loras["a"]
   engine = AsyncLLM(folder, enable_lora=True, **ENGINE)
   async def run():
     return [i async for output in engine.generate(job, greedy(6), lora_request=lora) for i in ids_of(output)]
-  with LLM(folder, merge_lora=lora.lora_path, **ENGINE) as merged, LLM(folder, enable_lora=True, **ENGINE) as llm:
+  with LLM(folder, merge_lora=lora.lora_path, **ENGINE) as merged:
     beams = llm.beam_search([job], params, lora_request=lora), merged.beam_search([job], params)
     assert [x.tokens for x in beams[0][0].sequences] == [x.tokens for x in beams[1][0].sequences]
     expected = ids_of(merged.generate(job, greedy(6), False)[0])
@@ -169,34 +174,27 @@ def test_adapters_are_loaded_and_removed_while_requests_run(folder, loras, expec
     assert llm.remove_lora(1) and not llm.remove_lora(1)
 
 
-def test_failed_copy_to_the_device_is_repeated(folder, loras, expected, monkeypatch):
+def test_failed_copy_to_the_device_is_repeated(folder, loras, expected):
   with LLM(folder, enable_lora=True, **ENGINE) as llm:
     def ids(): return ids_of(llm.generate(JOBS[1][0], greedy(12), False, lora_request=loras["a"])[0])
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
-      patch.setattr("tinyvllm_extra.kernels.buffers.copy_to_devices", Mock(side_effect=[None, MemoryError]))
-      ids()
+    failure = patch("tinyvllm_extra.kernels.buffers.copy_to_devices", side_effect=[None, MemoryError])
+    with failure, pytest.raises(MemoryError): ids()
     assert ids() == expected[1]
 
 
 @pytest.mark.parametrize("change,message", CASES["requested"])
-def test_adapter_of_a_request_that_does_not_fit_is_refused(folder, loras, expected, tmp_path, change, message):
-  with LLM(folder, enable_lora=True, max_loras=2, **ENGINE) as llm:
-    with pytest.raises(InputError, match=message):
-      llm.generate("the", greedy(2), lora_request=LoRARequest("c", 3, lora_folder(tmp_path / "c", 3, **change)))
-    assert generate(llm, loras)[0] == expected   # it works as before
+def test_adapter_of_a_request_that_does_not_fit_is_refused(llm, loras, expected, tmp_path, change, message):
+  with pytest.raises(InputError, match=message):
+    llm.generate("the", greedy(2), lora_request=LoRARequest("c", 3, lora_folder(tmp_path / "c", 3, **change)))
+  assert generate(llm, loras)[0] == expected   # it works as before
 
 
-def test_mistakes_with_adapters_are_explained(folder, loras, tmp_path):
-  cases: list = [
-    ({"enable_lora": True}, [loras["a"]] * 2, "lora_request: 2 for 1 prompts"),
-    ({"enable_lora": True}, LoRARequest("b", 1, str(tmp_path)), "lora_path='.*' has no adapter_config.json")]
-  for options, lora, message in cases:
-    with LLM(folder, **options, **ENGINE) as llm, pytest.raises(InputError, match=message):
-      llm.generate("the", greedy(2), False, lora_request=lora)
-  with LLM(folder, enable_lora=True, **ENGINE) as llm:
-    llm.add_lora(loras["a"])
-    with pytest.raises(InputError, match="lora_int_id=1 is LoRARequest.*: choose another id"):
-      llm.add_lora(LoRARequest("b", 1, loras["b"].lora_path))
+def test_mistakes_with_adapters_are_explained(folder, llm, loras, tmp_path):
+  llm.add_lora(loras["a"])
+  for lora, message in (([loras["a"]] * 2, "lora_request: 2 for 1 prompts"),
+                        (LoRARequest("b", 5, str(tmp_path)), "lora_path='.*' has no adapter_config.json"),
+                        (LoRARequest("b", 1, loras["b"].lora_path), "lora_int_id=1 is LoRAReq.*: choose another id")):
+    with pytest.raises(InputError, match=message): llm.generate("the", greedy(2), False, lora_request=lora)
   with pytest.raises(InputError, match="enable_lora=True must be False: this backend"):
     LLM(folder, enable_lora=True, backend=Backend(), **ENGINE)
   with pytest.raises(InputError, match="tensor_parallel_size=2 must be 1 with enable_lora"):

@@ -12,12 +12,12 @@ from helpers.commands import check_error, run_python
 from helpers.data import read_data
 from helpers.engines import ENGINE, LogitsRecorder, check_logits
 from helpers.gguf_files import write_gguf
-from helpers.kernels import store_quantized
+from helpers.kernels import random_quantized, store_quantized, swiglu
 from helpers.models import load, random_weights, tiny_config, tiny_model, write_safetensors
 from helpers.parameters import slow
 from helpers.quantized_models import (FORMATS, SIZES, check_matrices, compressed, is_projection, load_model,
                                       quantized_model)
-from helpers.reference import random_numbers, reference_greedy, reference_logits
+from helpers.reference import reference_greedy, reference_logits
 from safetensors.numpy import load_file, save_file
 from tinygrad import Device, Tensor, dtypes, nn
 
@@ -26,7 +26,7 @@ from tinyvllm.backend import Backend
 from tinyvllm_extra import programs
 from tinyvllm_extra.formats import weights
 from tinyvllm_extra.formats.hub import open_checkpoint
-from tinyvllm_extra.formats.quantization import Quantized, dequantize, describe, find_layouts, quantize, read_matrix
+from tinyvllm_extra.formats.quantization import dequantize, describe, find_layouts, quantize, read_matrix
 from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear
 
 AUTO = {**ENGINE, "dtype": "auto"}
@@ -83,12 +83,12 @@ def test_tensor_above_largest_tensor_raises_with_sizes(tmp_path, monkeypatch, dt
 
 
 def test_order_and_derived_tensors_do_not_matter(tmp_path):
-  folder, plain = (tiny_model(tmp_path / name, tie_word_embeddings=True) for name in ("derived", "plain"))
   weights = random_weights(tiny_config(tie_word_embeddings=True))
   weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
   weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-  write_safetensors(folder / "model.safetensors", dict(reversed(weights.items())))
-  check_logits(folder, plain, IDS)
+  plain = tiny_model(tmp_path / "plain", tie_word_embeddings=True)
+  derived = tiny_model(tmp_path / "derived", weights=dict(reversed(weights.items())), tie_word_embeddings=True)
+  check_logits(derived, plain, IDS)
 
 
 # Files that are refused
@@ -158,8 +158,7 @@ def test_missing_or_invalid_model_path_raises_with_path(tmp_path, name):
 
 @pytest.mark.parametrize("options,message", REFUSED_WEIGHTS["core options"])
 def test_core_backend_option_of_the_extension_raises(tmp_path, options, message):
-  folder = tiny_model(tmp_path)
-  with pytest.raises(InputError, match=message): LLM(folder, backend=Backend(), **AUTO, **options)
+  with pytest.raises(InputError, match=message): LLM(tiny_model(tmp_path), backend=Backend(), **AUTO, **options)
 
 
 # Memory
@@ -254,13 +253,12 @@ def test_fused_matrix_that_is_partly_quantized_raises(tmp_path):
 def test_quantize_while_loading_equals_dequantized_weights(tmp_path, bits, intermediate):
   """Embeddings and the head are not quantized."""
   sizes = {**SIZES, "intermediate_size": intermediate, "mlp_bias": True}
-  folder, dequantized = (tiny_model(tmp_path / name, **sizes) for name in ("float", "dequantized"))
   weights = random_weights(tiny_config(**sizes))
   for key in filter(is_projection, weights):
     w = quantize(weights[key], bits if weights[key].shape[1] % 8 == 0 else 8)
     weights[key] = dequantize(w, np.float32)
-  write_safetensors(dequantized / "model.safetensors", weights)
-  check_logits(folder, dequantized, PROMPT, quantization=f"int{bits}")
+  dequantized = tiny_model(tmp_path / "dequantized", weights=weights, **sizes)
+  check_logits(tiny_model(tmp_path / "float", **sizes), dequantized, PROMPT, quantization=f"int{bits}")
 
 
 def test_bfloat16_scales_equal_dequantized_model():
@@ -295,12 +293,6 @@ def test_quantize_constant_tiny_and_huge_groups_stay_accurate(w, bits):
   np.testing.assert_allclose(dequantized, w, atol=max(1e-6, np.abs(w).max() / (12 if bits == 4 else 250)))
 
 
-def stored(w: Quantized, dtype, kind=FastLinear) -> FastLinear:
-  linear = kind(w.q.shape[1], {"w": len(w.q)}, False, dtype)
-  store_quantized(linear, w)
-  return linear
-
-
 @pytest.mark.parametrize("rows", [1, 16, 128, *slow(5, 32, 64)])
 @pytest.mark.parametrize("out,inputs,group", [(48, 64, 32), (40, 72, 72), *slow((32, 96, 16), (16, 128, 128))])
 @pytest.mark.parametrize("bits,offset", [(8, False), (8, True), (4, True), ("e4m3", False)])
@@ -310,17 +302,12 @@ def test_kernels_multiply_quantized_weights_equals_numpy(rows, out, inputs, grou
   programs.prepare_device()
   dtype = dtypes.float32 if Device.DEFAULT == "CPU" else dtypes.float16
   rng = np.random.default_rng(rows)
-  q, numbers = random_numbers(rng, (out, inputs), bits)
-  scale = (rng.random((out, inputs // group)) * 0.01 + 0.001).astype(np.float16)
-  offsets = rng.standard_normal((out, inputs // group)).astype(np.float16) if offset else None
+  matrix, w = random_quantized(rng, (out, inputs), bits, group, has_offset=offset)
   x = rng.standard_normal((rows, inputs)).astype(np.float16)
-  w = numbers * np.repeat(scale.astype(np.float32), group, 1)
-  if offsets is not None: w = w + np.repeat(offsets.astype(np.float32), group, 1)
   product = x.astype(np.float32) @ w.T
-  gate, up = np.split(product, 2, 1)
-  with np.errstate(over="ignore"): swiglu = gate / (1 + np.exp(-gate)) * up
-  for kind, expected in ((FastLinear, product), (FastGateUp, swiglu)):
-    linear = stored(Quantized(q, scale, offsets, np.arange(inputs)), dtype, kind)
+  for kind, expected in ((FastLinear, product), (FastGateUp, swiglu(product))):
+    linear = kind(inputs, {"w": out}, False, dtype)
+    store_quantized(linear, matrix)
     output = linear(Tensor(x).cast(dtype).contiguous().realize(), dtype=dtypes.float32).numpy()
     tolerance = 1e-5 if dtype == dtypes.float32 else 2e-3
     np.testing.assert_allclose(output, expected, atol=np.abs(expected).max() * tolerance)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from helpers.engines import token_rows
-from helpers.reference import quantize_kv, rope_frequencies
+from helpers.reference import E4M3, quantize_kv, rope_frequencies
 from tinygrad import Tensor, codegen
 
 from tinyvllm.backend import Backend, cpu_cores, renderer
@@ -47,6 +47,27 @@ def close(output: Tensor, expected: np.ndarray, tolerance: float) -> None:
 def store_quantized(layer: FastLinear, w: Quantized) -> None:
   """Give a layer a quantized matrix."""
   layer.store([w], lambda arrays, dtype=None: on_device(*arrays))
+
+
+def random_quantized(rng: np.random.Generator, shape: tuple[int, int], bits: int | str, group: int, size: float = 0.01,
+                     has_offset: bool = True) -> tuple[Quantized, np.ndarray]:
+  """Return a random matrix, (outputs, inputs), and its values in float32. bits: 8, 4 or "e4m3", which has no offsets.
+  group: inputs per scale. size: limit of the scales."""
+  if bits == "e4m3":
+    code, sign = rng.integers(0, 127, shape, np.uint8), rng.integers(0, 2, shape, np.uint8)
+    q, numbers = (code + 128 * sign).view([("e4m3", np.uint8)]), E4M3[code] * (1 - 2.0 * sign)
+  else: q = numbers = rng.integers(-128, 128, shape, np.int8) if bits == 8 else rng.integers(0, 16, shape, np.uint8)
+  scale, offset = (size * rng.random((2, shape[0], shape[1] // group)) * [[[1]], [[-8]]]).astype(np.float16)
+  if not has_offset or bits == "e4m3": offset = None
+  values = numbers.astype(np.float32) * scale.astype(np.float32).repeat(group, 1)
+  if offset is not None: values += offset.repeat(group, 1)
+  return Quantized(q, scale, offset, np.arange(shape[1])), values
+
+
+def swiglu(x: np.ndarray) -> np.ndarray:
+  """Return silu(gate) * up, (rows, size), of x = [gate, up], (rows, 2 * size)."""
+  gate, up = np.split(x, 2, 1)
+  with np.errstate(over="ignore"): return gate / (1 + np.exp(-gate)) * up
 
 
 def as_stored(version: str, keys: np.ndarray, values: np.ndarray) -> list[np.ndarray]:

@@ -15,7 +15,7 @@ from tinyvllm_extra.models import find_model
 from tinyvllm_extra.formats.quantization import dequantize, find_layouts
 from tinyvllm_extra.formats.weights import SafetensorsCheckpoint
 from .data import read_data
-from .models import random_weights, tiny_config, tiny_model, write_safetensors
+from .models import random_weights, tiny_config, tiny_model
 
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -99,8 +99,7 @@ def quantized_model(folder: Path, name: str, seed: int = 0) -> tuple[Path, Path]
     if config.get("desc_act") or "act-order" in name: group_of = g_idx.setdefault(inputs, rng.permutation(group_of))
     tensors |= write(key.removesuffix(".weight"), q, scale, zero, group_of, bits, config)
     plain[key] = (q - zero[:, group_of]) * scale.astype(np.float32)[:, group_of]
-  tiny_model(folder / "float", **SIZES)
-  write_safetensors(folder / "float" / "model.safetensors", plain)
+  tiny_model(folder / "float", weights=plain, **SIZES)
   tiny_model(folder / "quantized", **SIZES, quantization_config=config)
   save_file(tensors, folder / "quantized" / "model.safetensors")
   return folder / "quantized", folder / "float"

@@ -46,8 +46,7 @@ def write_model(folder: Path, name: str, weights: dict[str, np.ndarray] | None =
   recorded = read(name)
   folder.mkdir(exist_ok=True)
   (folder / "config.json").write_text(json.dumps({**recorded["config"], **overrides}))
-  weights = weights or make_weights(recorded["shapes"], "gemma" in name)
-  write_safetensors(folder / "model.safetensors", weights)
+  write_safetensors(folder / "model.safetensors", weights or make_weights(recorded["shapes"], "gemma" in name))
   (folder / "tokenizer.model").write_bytes(sentencepiece_model())
   return folder
 

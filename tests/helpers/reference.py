@@ -41,16 +41,6 @@ def quantize_kv(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, list[
   return np.copysign(E4M3[code], x), (code + 128 * np.signbit(x)).astype(np.uint8), []
 
 
-def random_numbers(rng: np.random.Generator, shape: tuple[int, ...], bits: int | str) -> tuple[np.ndarray, np.ndarray]:
-  """Return random numbers of a quantized matrix as stored and in float32. bits: 8, 4 or "e4m3"."""
-  if bits == "e4m3":
-    q = rng.integers(0, 127, shape, np.uint8)
-    sign = rng.integers(0, 2, shape, np.uint8)
-    return (q + 128 * sign).view([("e4m3", np.uint8)]), (E4M3[q] * (1 - 2.0 * sign)).astype(np.float32)
-  q = rng.integers(-128, 128, shape).astype(np.int8) if bits == 8 else rng.integers(0, 16, shape).astype(np.uint8)
-  return q, q.astype(np.float32)
-
-
 def head_sizes(config: dict[str, Any]) -> tuple[int, int]:
   """Return the number of K/V heads and head_dim."""
   H = config["num_attention_heads"]

@@ -24,7 +24,6 @@ LLVM, HIP = "LLVM", "HIP C"
 UNALIGNED = "-unaligned-access-mode"   # a feature of the target: the emulator rounds addresses down to whole words
 # Replaces AMD's hipcc: clang, with definitions of the few functions of AMD's device libraries that kernels call
 HIPCC = ROOT / "tests/data/amd_hipcc.sh"
-DEVICE_LIBRARY = ROOT / "tests/data/amd_device_library.h"
 
 
 class Variant(NamedTuple):
@@ -57,7 +56,7 @@ def environment(variant: Variant, folder: Path) -> dict[str, str]:
   if variant.compiler == HIP:
     if not shutil.which("clang-19"): raise ValueError("HIP C needs clang-19 on the PATH: apt-get install clang-19")
     bin.mkdir()
-    shutil.copy(DEVICE_LIBRARY, bin / "device_library.h")
+    shutil.copy(ROOT / "tests/data/amd_device_library.h", bin / "device_library.h")
     (bin / "hipcc").write_text(HIPCC.read_text().replace("@UNALIGNED@", UNALIGNED))
     (bin / "hipcc").chmod(0o755)
     path = f"{bin}{os.pathsep}{path}"

@@ -109,13 +109,12 @@ def render_kernels() -> list[Kernel]:
                          "repetition_penalty": 1.1, "logit_bias": {5: 1.0}}]
 
   def run(folder: Path, lengths: tuple[int, ...], fields: list[dict], **options: Any) -> None:
+    """Run prompts of these lengths, a batch of six if there are `fields`, and a prompt with each of the fields."""
     llm = LLM(str(folder), max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, **options)
-    def generate(length: int, count: int = 1, **options: Any) -> None:
+    jobs = [*((length, 1, {}) for length in lengths), *[(1, 6, {})] * bool(fields), *((5, 1, x) for x in fields)]
+    for length, count, params in jobs:
       prompts = [tokens(3 + (7 * i + j) % 700 for j in range(length)) for i in range(count)]
-      llm.generate(prompts, greedy(2, **options))   # type: ignore[arg-type]
-    for length in lengths: generate(length)
-    if fields: generate(1, 6)
-    for options in fields: generate(5, **options)
+      llm.generate(prompts, greedy(2, **params))   # type: ignore[arg-type]
 
   run(bundled, (1, 9, 64), fields, dtype="float16")
   run(bundled, (1, 64), [seeded], dtype="float32")

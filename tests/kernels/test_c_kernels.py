@@ -1,7 +1,7 @@
 """Products of linear.c and attention of attention.c compared with numpy, with each instruction set of this CPU."""
 import numpy as np
 import pytest
-from helpers.engines import ENGINE, greedy, ids_of, prompt, token_rows, tokens
+from helpers.engines import ENGINE, greedy, ids_of_batch, prompt, token_rows
 from helpers.kernels import check_attention, each_cpu, on_device, use_cpu
 from helpers.models import tiny_model
 from helpers.parameters import slow
@@ -105,9 +105,9 @@ def test_engine_outputs_do_not_depend_on_batch_or_chunks(tmp_path, quantization)
   folder = tiny_model(tmp_path, hidden_size=64, intermediate_size=96)
   whole, chunked = [LLM(folder, **ENGINE | {"max_num_batched_tokens": n}, quantization=quantization) for n in (64, 6)]
   assert all(layer.down_proj.has_8bit_inputs for layer in whole.runner.model.layers)
-  prompts = [tokens(prompt(n)) for n in (3, 17, 9)]
-  def generate(llm, batch): return [*map(ids_of, llm.generate(batch, greedy(8), use_tqdm=False))]
-  assert [generate(whole, [x])[0] for x in prompts] == generate(chunked, prompts) == generate(whole, prompts)
+  prompts = [prompt(n) for n in (3, 17, 9)]
+  expected = [ids_of_batch(whole, [ids], greedy(8))[0] for ids in prompts]
+  assert expected == ids_of_batch(chunked, prompts, greedy(8)) == ids_of_batch(whole, prompts, greedy(8))
 
 
 @pytest.mark.parametrize(("kind", "needs"), [("int8", "a CPU with clang"), ("fp8", "DEV=CUDA and Hopper")])

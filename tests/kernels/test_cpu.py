@@ -1,12 +1,13 @@
 """CPU backend: graphs on all cores, allocation in huge pages, exp2, dtype and compiler selection."""
-import os
+import functools
 import re
 import sys
 from collections.abc import Callable
+from unittest.mock import patch
 
 import numpy as np
 import pytest
-from helpers.commands import run_process
+from helpers.commands import run_python
 from helpers.data import read_data
 from helpers.engines import ENGINE, greedy
 from helpers.kernels import on_device
@@ -43,13 +44,8 @@ def layers(seed: int) -> tuple[list[FastLinear], Callable[[np.ndarray], np.ndarr
   return linears, reflect
 
 
-def apply_layers(linears: list[FastLinear], x: Tensor) -> Tensor:
-  for linear in linears: x = linear(x)
-  return x.realize()
-
-
 def capture(linears: list[FastLinear], x: Tensor) -> TinyJit:
-  jit = TinyJit(lambda: apply_layers(linears, x))
+  jit = TinyJit(lambda: functools.reduce(lambda y, linear: linear(y), linears, x).realize())
   with Context(JIT_BATCH_SIZE=0):
     for _ in range(2): jit()
   return jit
@@ -89,17 +85,11 @@ def interrupt_starts() -> None:
     for _ in range(3): np.testing.assert_array_equal(jit().numpy(), expected)
 
 
-def run_python(program: str, **env: str) -> list[str]:
-  """Run a program in a new process that can import this module. Return its lines."""
-  run = run_process(sys.executable, "-c", program, PYTHONPATH=os.pathsep.join(sys.path), **env)
-  assert run.returncode == 0, run.stderr
-  return run.stdout.splitlines()
-
-
 @pytest.mark.parametrize("cores", [2, *slow(4)])
 def test_interrupt_while_cores_start_does_not_deadlock(cores):
-  lines = run_python("import test_cpu\ntest_cpu.interrupt_starts()", NUM_CPU_THREADS=str(cores))
-  assert lines == ["interrupted"] * (cores - 1)
+  code = f"import sys\nsys.path = {sys.path}\nimport test_cpu\ntest_cpu.interrupt_starts()"
+  run = run_python(code, NUM_CPU_THREADS=str(cores))
+  assert (run.returncode, run.stdout) == (0, "interrupted\n" * (cores - 1)), run.stderr
 
 
 def test_buffers_share_chunk_that_outlives_freed_buffers():
@@ -121,19 +111,15 @@ def test_graph_with_changing_input_runs_without_cpu_graph():
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_thread_builds_steps_without_running_them(folder, monkeypatch, devices):
+def test_thread_builds_steps_without_running_them(folder, devices):
   """It opens the device first, which tinygrad forbids the thread that runs steps during a capture."""
-  programs, runs = [], []
-  run_program = cpu.CPUProgram.__call__
   expected, llm = [LLM(folder, **ENGINE, tensor_parallel_size=devices) for _ in range(2)]
   cpu.step_program.cache_clear()
-  with monkeypatch.context() as patch:
-    patch.setattr(cpu.CPUGraph, "__call__", lambda *args, **options: runs.append(args))
-    patch.setattr(cpu.CPUProgram, "__call__", lambda self, *args, **options: (
-      programs.append(self), run_program(self, *args, **options))[1])
+  with (patch.object(cpu.CPUGraph, "__call__") as run_graph,
+        patch.object(cpu.CPUProgram, "__call__", autospec=True, side_effect=cpu.CPUProgram.__call__) as run_program):
     CaptureThread(llm.capture([8])).join()
-  assert runs == [] and cpu.step_program.cache_info().currsize == 1 and len(llm.runner.graphs) == 2
-  assert len(programs) <= 2, "only the words of each step may be set to zero"
+  assert not run_graph.called and cpu.step_program.cache_info().currsize == 1 and len(llm.runner.graphs) == 2
+  assert run_program.call_count <= 2, "only the words of each step may be set to zero"
   texts = [x.generate("ab", greedy(12), use_tqdm=False)[0].outputs[0].token_ids for x in (expected, llm)]
   assert texts[0] == texts[1] and len(llm.runner.graphs) == 2
 
@@ -163,7 +149,8 @@ print([x is y for x, y in zip(before, patched())])
 
 
 def test_imports_change_nothing_in_tinygrad_until_device_opens():
-  assert run_python(IMPORTS) == [str([True] * 4), str([False] * 4)]
+  run = run_python(IMPORTS)
+  assert run.stdout.splitlines() == [str([True] * 4), str([False] * 4)], run.stderr
 
 
 @pytest.mark.parametrize(("requested", "unsupported", "replacement"), CASES["unsupported dtypes"])

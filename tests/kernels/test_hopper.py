@@ -3,15 +3,14 @@ attention_hopper.cu on the CPU."""
 import numpy as np
 import pytest
 from helpers.data import read_data
-from helpers.kernels import check_attention, close, on_device
+from helpers.kernels import check_attention, close, on_device, random_quantized, swiglu
 from helpers.parameters import mark_slow_except, slow
-from helpers.reference import quantize_kv, random_numbers
+from helpers.reference import quantize_kv
 from helpers.tensor_cores import run_on_cpu
 from tinygrad import Device, Tensor, TinyJit, dtypes
 
 from tinyvllm_extra.kernels import cuda_source, products
 from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear
-from tinyvllm_extra.models.matrices import Quantized
 
 IS_HOPPER = products.new_flags("CUDA") is not None
 # Maximum rows, inputs, outputs. With three multiprocessors: a tile that several share, also whole rounds, and both
@@ -72,10 +71,7 @@ def test_product_equals_numpy_for_the_rows_that_exist(sizes, layer_class, kind, 
     layer.store([weight], place)
     layer.bias = on_device(rng.standard_normal(outputs).astype(np.float32))
   else:
-    q, numbers = random_numbers(rng, (outputs, inputs), kind)
-    scale, offset = (rng.random((2, outputs, inputs // group)) / 4096).astype(np.float16)
-    weight = numbers * scale.repeat(group, 1).astype(np.float32) + (0 if kind == "e4m3" else offset.repeat(group, 1))
-    matrix = Quantized(q, scale, None if kind == "e4m3" else offset, np.arange(inputs))
+    matrix, weight = random_quantized(rng, (outputs, inputs), kind, group, 1 / 4096)
     layer.store([matrix], place, "fp8" if has_e4m3_inputs else "none")
   x = on_device(rng.standard_normal((T, inputs)).astype(np.float16)).cast(dtype).contiguous().realize()
   inputs = x.float().numpy()
@@ -83,9 +79,7 @@ def test_product_equals_numpy_for_the_rows_that_exist(sizes, layer_class, kind, 
     factor = 448 / np.abs(inputs).max(1, keepdims=True)
     inputs = quantize_kv(inputs * factor, "fp8")[0] / factor
   expected = inputs @ weight.astype(np.float32).T + (0 if layer.bias is None else layer.bias.numpy())
-  if layer_class is FastGateUp:
-    gate, up = np.split(expected, 2, 1)
-    expected = gate / (1 + np.exp(-gate)) * up
+  if layer_class is FastGateUp: expected = swiglu(expected)
 
   def run(x: Tensor, tokens: Tensor) -> Tensor:
     products.current.set(tokens)

@@ -3,6 +3,7 @@ captured steps on disk."""
 import pickle
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from helpers.engines import ENGINE, greedy, ids_of, prompt, tokens
@@ -43,7 +44,7 @@ def test_kernel_folder_lowers_each_kernel_once(lowered, tmp_path):
   assert len(files(tmp_path)) == 2 and all(len(path.name) == 64 for path in files(tmp_path)), "a temporary file remains"
 
 
-def test_kernel_folder_separates_versions_patches_compilers_and_settings(lowered, monkeypatch, tmp_path):
+def test_kernel_folder_separates_versions_patches_compilers_and_settings(lowered, tmp_path):
   (tmp_path / "kernels").mkdir()
   (tmp_path / "patches.py").write_text("# changed\n")
   others = ((f"{kernels.__name__}.TINYGRAD", "0.15.0"), ("tinyvllm.__version__", "0.0.1"),
@@ -51,9 +52,7 @@ def test_kernel_folder_separates_versions_patches_compilers_and_settings(lowered
   for _ in range(2):
     build_kernel(tmp_path / "kernels")
     for name, value in others:
-      with monkeypatch.context() as patch:
-        patch.setattr(name, value)
-        build_kernel(tmp_path / "kernels")
+      with patch(name, value): build_kernel(tmp_path / "kernels")
     with helpers.Context(NOOPT=1): build_kernel(tmp_path / "kernels")
     build_kernel(tmp_path / "kernels", compiler=("clang", 1, 3))
     assert len(lowered) == 6
@@ -71,10 +70,8 @@ def test_kernel_folder_damaged_file_is_replaced(lowered, tmp_path):
     last = again
 
 
-def test_kernel_folder_on_full_disk_writes_nothing(lowered, monkeypatch, tmp_path):
-  def full(path, content): raise OSError(28, "No space left on device")
-  with monkeypatch.context() as patch:
-    patch.setattr(Path, "write_bytes", full)
+def test_kernel_folder_on_full_disk_writes_nothing(lowered, tmp_path):
+  with patch.object(Path, "write_bytes", side_effect=OSError(28, "No space left on device")):
     assert build_kernel(tmp_path) is not build_kernel(tmp_path)
   assert build_kernel(tmp_path) is build_kernel(tmp_path) and lowered == ["a", "a", "a"]
 
@@ -121,29 +118,19 @@ def run(folder, monkeypatch, tmp_path):
   monkeypatch.setattr(codegen.do_to_program, "path", tmp_path)
 
   def make(**options):
-    captures = []
-    monkeypatch.setattr(kernels.StoredStep, "save", lambda *args: captures.append(args) or save(*args))
-    llm = LLM(folder, **{**ENGINE, **options})
-    jobs = [(x, params) for x in PROMPTS for params in PARAMS]
-    ids = [llm.generate(tokens(x), params, False)[0].outputs[0].token_ids for x, params in jobs]
-    return ids, len(captures)
-  save = kernels.StoredStep.save
+    with patch.object(kernels.StoredStep, "save", autospec=True, side_effect=kernels.StoredStep.save) as save:
+      llm = LLM(folder, **{**ENGINE, **options})
+      ids = [ids_of(llm.generate(tokens(x), params, False)[0]) for x in PROMPTS for params in PARAMS]
+    return ids, save.call_count
   return make
 
 
-def test_engine_restores_the_steps_of_an_earlier_one(run, tmp_path):
-  expected, num_captured = run()
-  assert num_captured >= 3
-  assert run() == (expected, 0)
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_engine_restores_the_steps_of_an_earlier_one(run, tmp_path, quantization):
+  expected, num_captured = run(quantization=quantization)
+  assert num_captured >= 3 and run(quantization=quantization) == (expected, 0)
   for path in tmp_path.iterdir(): path.write_bytes(path.read_bytes()[:-1])
-  assert run() == (expected, num_captured), "a damaged file is replaced"
-  assert run() == (expected, 0)
-
-
-def test_engine_restores_the_steps_of_a_quantized_model(run):
-  expected, num_captured = run(quantization="int8")
-  assert num_captured >= 3
-  assert run(quantization="int8") == (expected, 0)
+  for num in (num_captured, 0): assert run(quantization=quantization) == (expected, num), "a damaged file is replaced"
 
 
 @pytest.mark.parametrize("change", ["option", "code", "choices", "backend", "level"])

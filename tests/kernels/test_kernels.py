@@ -3,9 +3,9 @@ interpreter (DEV=PYTHON) the shapes are smaller."""
 import numpy as np
 import pytest
 from helpers.data import read_data
-from helpers.kernels import check_attention, check_rope, close, on_device, spread, store_quantized
+from helpers.kernels import (check_attention, check_rope, close, on_device, random_quantized, spread, store_quantized,
+                             swiglu)
 from helpers.parameters import mark_slow_except, slow
-from helpers.reference import random_numbers
 from helpers.tensor_cores import run_on_cpu
 from tinygrad import Device, dtypes
 
@@ -41,9 +41,7 @@ def make_layer(kind: str, inputs: int, outputs: int, bias: bool = False, layer_c
 def multiply(layer: FastLinear, weight: np.ndarray, x: np.ndarray) -> np.ndarray:
   """Return in numpy what a FastLinear or a FastGateUp with this weight computes."""
   both = x.astype(np.float32) @ weight.astype(np.float32).T + (0 if layer.bias is None else layer.bias.numpy())
-  if not isinstance(layer, FastGateUp): return both
-  gate, up = np.split(both, 2, 1)
-  return gate / (1 + np.exp(-gate)) * up
+  return swiglu(both) if isinstance(layer, FastGateUp) else both
 
 
 @kinds
@@ -137,13 +135,8 @@ def test_kernel_with_split_k_equals_numpy_for_all_choices(use_many_rows, monkeyp
 @pytest.mark.parametrize(MATRICES["columns of quantized"], MATRICES["quantized"])
 def test_many_rows_kernel_quantized_equals_numpy(use_many_rows, bits, rows, inputs, outputs, group, layer_class):
   layer = getattr(matmul, layer_class)(inputs, {"w": outputs}, False, dtypes.float16)
-  rng = np.random.default_rng(1)
-  q, numbers = random_numbers(rng, (outputs, inputs), bits)
-  scale, offset = (rng.random((2, outputs, inputs // group)) / 99).astype(np.float16)
-  weight = numbers * scale.repeat(group, 1).astype(np.float32)
-  if bits == "e4m3": offset = None
-  else: weight += offset.repeat(group, 1)
-  store_quantized(layer, Quantized(q, scale, offset, np.arange(inputs)))
+  matrix, weight = random_quantized(np.random.default_rng(1), (outputs, inputs), bits, group)
+  store_quantized(layer, matrix)
   check_many_rows(layer, weight, rows)
 
 

@@ -1,11 +1,10 @@
 """int8 and fp8 KV cache: ids equal a numpy LLaMA with K and V rounded in the same way. Outputs do not depend on
 batching, chunked prefill, prefix-cache hits, preemption, speculative decoding or the number of devices."""
 import math
-import random
 
 import pytest
-from helpers.engines import ENGINE, greedy, ids_of, tokens
-from helpers.models import VOCAB, tiny_config, tiny_model
+from helpers.engines import ENGINE, greedy, ids_of_batch, prompt
+from helpers.models import tiny_config, tiny_model
 from tinygrad import dtypes
 
 from tinyvllm import LLM
@@ -17,14 +16,7 @@ KINDS = "int8", "fp8"
 LENGTHS = 1, 5, 11, 30, 17
 
 
-def random_prompts(salt):
-  for n in LENGTHS:
-    rng = random.Random(f"{salt} {n}")
-    yield [rng.randrange(3, VOCAB) for _ in range(n)]
-
-
-def generate(llm, prompts, params):
-  return [ids_of(output) for output in llm.generate([tokens(ids) for ids in prompts], params, use_tqdm=False)]
+def random_prompts(salt): return [prompt(n, salt) for n in LENGTHS]
 
 
 @pytest.fixture(scope="module")
@@ -35,31 +27,26 @@ def folder(tmp_path_factory): return tiny_model(tmp_path_factory.mktemp("eight")
 def llm(request, folder): return LLM(folder, kv_cache_dtype=request.param, **ENGINE)
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft model"])
-def test_speculative_decoding_keeps_outputs_and_cache_dtype(llm, folder, method):
-  prompts = [3 * ids for ids in random_prompts("drafts")]
-  config = {"method": "ngram", "num_speculative_tokens": 3} if method == "ngram" else {
-    "model": str(folder), "num_speculative_tokens": 2}
-  drafting = LLM(folder, speculative_config=config, kv_cache_dtype=llm.config.kv_cache_dtype, **ENGINE)
-  assert generate(drafting, prompts, greedy(20)) == generate(llm, prompts, greedy(20))
-  assert drafting.get_metrics()["spec_decode_num_accepted_tokens"] > 0
-  assert len({tuple(x.dtype for x in cache) for runner in drafting.runners for cache in runner.kv_caches}) == 1
-
-
-def test_ids_on_two_devices_equal_one_device(llm, folder):
-  prompts = [*random_prompts("devices")]
-  two = LLM(folder, kv_cache_dtype=llm.config.kv_cache_dtype, tensor_parallel_size=2, **ENGINE)
-  assert generate(two, prompts, greedy(12)) == generate(llm, prompts, greedy(12))
+@pytest.mark.parametrize("other", ["ngram", "draft model", "two devices"])
+def test_drafts_and_devices_change_no_ids_and_keep_the_dtype(llm, folder, other):
+  options = {"ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+             "draft model": {"speculative_config": {"model": str(folder), "num_speculative_tokens": 2}},
+             "two devices": {"tensor_parallel_size": 2}}[other]
+  engine, prompts = LLM(folder, kv_cache_dtype=llm.config.kv_cache_dtype, **options, **ENGINE), random_prompts("drafts")
+  ids, expected = (ids_of_batch(x, [3 * ids for ids in prompts], greedy(20)) for x in (engine, llm))
+  assert ids == expected
+  assert other == "two devices" or engine.get_metrics()["spec_decode_num_accepted_tokens"] > 0
+  assert len({tuple(x.dtype for x in cache) for runner in engine.runners for cache in runner.kv_caches}) == 1
 
 
 def test_saved_prefix_cache_loads_only_with_same_dtype(llm, folder, tmp_path):
-  prompts, kind = [*random_prompts("disk")], llm.config.kv_cache_dtype
-  expected = generate(llm, prompts, greedy(12))
+  prompts, kind = random_prompts("disk"), llm.config.kv_cache_dtype
+  expected = ids_of_batch(llm, prompts, greedy(12))
   llm.save_prefix_cache(tmp_path / "cache")
   same, other = LLM(folder, kv_cache_dtype=kind, **ENGINE), LLM(folder, **ENGINE)
   with pytest.raises(ValueError, match=f"kv_cache_dtype.*'{kind}'.*'auto'"): other.load_prefix_cache(tmp_path / "cache")
   assert same.load_prefix_cache(tmp_path / "cache") > 0
-  assert generate(same, prompts, greedy(12)) == expected
+  assert ids_of_batch(same, prompts, greedy(12)) == expected
   assert same.get_metrics()["prefix_cache_hits"] >= 40
 
 

@@ -1,4 +1,6 @@
 """How many tokens a step with prompts takes, on every device: it depends on captured sizes and measured times only."""
+from types import SimpleNamespace
+
 import pytest
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.scheduler import BlockManager
@@ -7,9 +9,7 @@ from tinyvllm_extra.serving.engine_metrics import MeteredScheduler
 from tinyvllm_extra.options import LLMConfig
 
 
-class Sequence:
-  def __init__(self, num_remaining: int):
-    self.num_remaining, self.tokens, self.reached_max_len = num_remaining, range(num_remaining), False
+def sequence(n: int): return SimpleNamespace(num_remaining=n, tokens=range(n), reached_max_len=False)
 
 
 def scheduler_of(running: list[int], waiting: list[int], **options) -> MeteredScheduler:
@@ -17,7 +17,7 @@ def scheduler_of(running: list[int], waiting: list[int], **options) -> MeteredSc
   config = LLMConfig(max_num_seqs=200, **options)
   scheduler = MeteredScheduler(config, BlockManager(2, config))
   scheduler.sizes = [1, 8, 64, 128, 512]
-  scheduler.running, scheduler.waiting = [*map(Sequence, running)], [*map(Sequence, waiting)]
+  scheduler.running, scheduler.waiting = [*map(sequence, running)], [*map(sequence, waiting)]
   return scheduler
 
 

@@ -10,7 +10,7 @@ from helpers.commands import error_line, flags, process
 from helpers.data import read_data
 from helpers.engines import check_invariants, greedy, ids_of, prompt, tokens
 from helpers.faults import finish_broken
-from helpers.models import random_weights, tiny_config, tiny_model, write_safetensors
+from helpers.models import random_weights, tiny_config, tiny_model
 from helpers.parameters import slow
 from helpers.quantized_models import FORMATS, SIZES, is_projection, quantized_model
 from helpers.reference import log_softmax, reference_greedy, reference_logits
@@ -51,8 +51,6 @@ def check(model, count, reference=None, prompts=PROMPTS, **options):
 
 # model variants
 
-BIASES = {"attention_bias": True, "mlp_bias": True}
-WIDE = {"hidden_size": 48, "head_dim": 8, "num_attention_heads": 12, "intermediate_size": 96, "vocab_size": 324}
 MODELS = KERNEL_CASES["split models"]   # config, number of devices
 
 
@@ -75,8 +73,7 @@ def test_quantization_at_load_quantizes_each_shard(tmp_path, bits):
     axis = int(key.endswith(("o_proj.weight", "down_proj.weight")))
     shards = [dequantize(quantize(x, bits), np.float32) for x in np.split(weights[key], 2, axis)]
     weights[key] = np.concatenate(shards, axis)
-  by_hand = tiny_model(tmp_path / "by hand", **sizes)
-  write_safetensors(by_hand / "model.safetensors", weights)
+  by_hand = tiny_model(tmp_path / "by hand", weights=weights, **sizes)
   check(tiny_model(tmp_path / "float", **sizes), 2, by_hand, quantization=f"int{bits}")
 
 
@@ -146,7 +143,8 @@ def test_interleaved_engines_with_one_and_two_devices_equal_reference(one_device
 
 def test_padded_vocabulary_outputs_equal_one_device(tmp_path):
   """At temperature 100 all tokens are equally probable: padding would be sampled, or change log probabilities."""
-  folder, last = tiny_model(tmp_path, **{**WIDE, "num_key_value_heads": 6, "vocab_size": 350}), 349   # padded to 384
+  folder, last = tiny_model(tmp_path, hidden_size=48, head_dim=8, num_attention_heads=12, num_key_value_heads=6,
+                            intermediate_size=96, vocab_size=350), 349   # padded to 384
   fields = {"logprobs": 20, "prompt_logprobs": 2, "max_tokens": 12, "ignore_eos": True}
   cases = [{"temperature": 0.0}, {"temperature": 100.0}, {"temperature": 9.0, "logit_bias": {last: 100.0}},
            {"temperature": 100.0, "allowed_token_ids": [3, last - 1, last]},
@@ -208,7 +206,7 @@ def test_failed_step_on_two_devices_loses_and_repeats_no_token(two_devices, word
 
 def test_matrices_are_split_and_norms_replicated(tmp_path):
   """Shards consist of whole tiles of 16: nothing is padded."""
-  folder = tiny_model(tmp_path, num_key_value_heads=4, **BIASES)
+  folder = tiny_model(tmp_path, num_key_value_heads=4, attention_bias=True, mlp_bias=True)
   whole, *models = [LLM(folder, **SMALL, tensor_parallel_size=n).runner.model for n in (1, 2, 4)]
   for n, model in zip((2, 4), models, strict=True):
     for one, part in zip(whole.modules(), model.modules(), strict=True):

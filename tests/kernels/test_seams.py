@@ -1,5 +1,5 @@
 """Seams of the core: an object with exactly the members of the core's own class works with the extension's backend."""
-from helpers.engines import ENGINE, greedy, ids_of, prompt, tokens
+from helpers.engines import ENGINE, greedy, ids_of_batch, prompt
 from helpers.reference import reference_greedy
 from tinygrad import Device, TinyJit
 
@@ -47,5 +47,4 @@ class PlainParts(Engine):
 def test_checkpoint_devices_and_proposer_with_only_the_protocols_methods_work(folder):
   engine = PlainParts(folder, **ENGINE)
   jobs = [prompt(n, n) for n in (3, 9, 20)]
-  outputs = engine.generate([tokens(ids) for ids in jobs], greedy(5), use_tqdm=False)
-  assert [ids_of(output) for output in outputs] == [reference_greedy(folder, ids, 5) for ids in jobs]
+  assert ids_of_batch(engine, jobs, greedy(5)) == [reference_greedy(folder, ids, 5) for ids in jobs]

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 from gguf.quants import dequantize
+from helpers.commands import ROOT
 from helpers.data import read_data
-from helpers.engines import (LogitsRecorder, assert_all_blocks_freed, check_logits, greedy, ids_of, prompt, set_overlap,
-                             tokens)
+from helpers.engines import (LogitsRecorder, assert_all_blocks_freed, check_logits, check_states, greedy, ids_of,
+                             ids_of_batch, prompt, set_overlap, tokens)
 from helpers.faults import break_steps, step
 from helpers.gguf_files import write_gguf
 from helpers.kernels import on_device
@@ -23,8 +24,7 @@ from helpers.parameters import mark_slow_except, slow
 from helpers.record_models import DATA, MODELS, NUM_TOKENS, OPTIONS, make_prompts, make_weights, read, write_model
 from tinygrad import Tensor, dtypes, nn
 
-import tinyvllm
-from tinyvllm import LLM, InputError
+from tinyvllm import LLM, Backend, InputError
 from tinyvllm.backend import Devices, Linear
 from tinyvllm_extra.cache import snapshots
 from tinyvllm_extra.formats import fit
@@ -40,8 +40,7 @@ CORE = "gemma2", "gpt2", "granite", "granite4", "muse_glimmer", "phi3_long", "qw
 
 
 def check_ids(llm, name, count=None):
-  outputs = llm.generate([tokens(ids) for ids in make_prompts(name)[:count]], greedy(NUM_TOKENS))
-  assert [ids_of(output) for output in outputs] == read(name)["ids"][:count]
+  assert ids_of_batch(llm, make_prompts(name)[:count], greedy(NUM_TOKENS)) == read(name)["ids"][:count]
 
 
 def check_recorded(llm, name):
@@ -76,7 +75,7 @@ def test_matrices_of_all_experts_in_one_tensor_give_recorded_ids(tmp_path):
 
 @pytest.mark.parametrize("name", slow(*CORE))
 def test_core_backend_equals_recorded_logits(tmp_path, name):
-  check_recorded(LLM(write_model(tmp_path, name), backend=tinyvllm.Backend(), **{**OPTIONS, "max_num_seqs": 1}), name)
+  check_recorded(LLM(write_model(tmp_path, name), backend=Backend(), **{**OPTIONS, "max_num_seqs": 1}), name)
 
 
 @pytest.mark.slow
@@ -95,25 +94,19 @@ def test_model_variant_equals_reference(tmp_path, variant):
 # Checkpoints
 
 @pytest.mark.parametrize("name,record", read_data("gguf_hybrids.json").items())
-def test_gguf_of_hybrids_gives_recorded_logits(tmp_path, name, record):
+def test_gguf_of_hybrids_gives_recorded_logits_or_its_quantized_ones(tmp_path, name, record):
   """record: of a file by llama.cpp's convert_hf_to_gguf.py, fields, CRC-32 of the tensors in float16, and shapes of a
   layer that drafts tokens, which is not loaded."""
   drafts, folder = {x: np.ones(shape) for x, shape in record["drafts"].items()}, write_model(tmp_path / "hf", name)
-  path = write_gguf(tmp_path / "model.gguf", folder, metadata=record["fields"], tensors=drafts)
+  write = functools.partial(write_gguf, folder=folder, metadata=record["fields"])
+  path = write(tmp_path / "model.gguf", tensors=drafts)
   tensors = {x.name: x.data.astype(np.float16) for x in GGUFReader(path).tensors if x.name not in drafts}
   assert {x: zlib.crc32(data.tobytes()) for x, data in tensors.items()} == record["tensors"]
   check_recorded(LLM(path, **OPTIONS), name)
-
-
-@pytest.mark.parametrize("name,record", read_data("gguf_hybrids.json").items())
-def test_quantized_gguf_of_hybrids_equals_dequantized(tmp_path, name, record):
-  """Convolutions are not quantized, as in llama.cpp's files."""
-  folder, metadata = write_model(tmp_path / "hf", name), record["fields"]
-  drafts = {x: np.ones(shape) for x, shape in record["drafts"].items()}
-  path = write_gguf(tmp_path / "quantized.gguf", folder, "Q8_0", kinds={"conv": "F32", "ssm_conv1d": "F32"},
-                    metadata=metadata, tensors=drafts)
-  tensors = {x.name: dequantize(x.data, x.tensor_type) for x in GGUFReader(path).tensors}
-  plain = write_gguf(tmp_path / "plain.gguf", folder, metadata=metadata, tensors=tensors)
+  kinds = {"conv": "F32", "ssm_conv1d": "F32"}   # convolutions are not quantized, as in llama.cpp's files
+  path = write(tmp_path / "quantized.gguf", kind="Q8_0", kinds=kinds, tensors=drafts)
+  plain = write(tmp_path / "plain.gguf", tensors={
+    x.name: dequantize(x.data, x.tensor_type) for x in GGUFReader(path).tensors})
   llms = [LLM(x, **OPTIONS, activation_quantization="none") for x in (path, plain)]
   assert llms[0].runner.model.layers[0].in_proj.number_format.bits == 8
   ids, logits = zip(*[LogitsRecorder(llm).generate(make_prompts(name)[5], NUM_TOKENS) for llm in llms], strict=True)
@@ -166,23 +159,12 @@ def test_position_embedding_type_counts_only_for_granite():
     assert np.array_equal(tables, others) != counts
 
 
-def test_muse_glimmer_reads_from_layer_rope_theta_only_which_layers_rotate():
-  """As transformers 5.24: values other than 0 do not count."""
-  thetas = text_config(read("muse_glimmer")["config"])["layer_rope_theta"]
-  assert 0 in thetas and any(thetas)
-  options, tables = config_of("muse_glimmer", layer_rope_theta=[7.0 * x for x in thetas])
-  expected, expected_tables = config_of("muse_glimmer")
-  assert options == expected
-  np.testing.assert_array_equal(tables, expected_tables)
-
-
-@pytest.mark.parametrize("name,fields", CONFIGS["older"])
-def test_older_config_equals_newer(name, fields):
-  """Before transformers 5, RoPE of windows had a field of its own or none, and layer_types was missing."""
-  older, older_tables = config_of(name, ("rope_parameters", "layer_types"), **fields)
-  newer, newer_tables = config_of(name)
-  assert older == newer
-  np.testing.assert_array_equal(older_tables, newer_tables)
+@pytest.mark.parametrize("name,removed,fields", CONFIGS["equal"])
+def test_older_or_other_fields_give_the_same_config(name, removed, fields):
+  other, other_tables = config_of(name, removed, **fields)
+  options, tables = config_of(name)
+  assert other == options
+  np.testing.assert_array_equal(other_tables, tables)
 
 
 @pytest.mark.parametrize("hf,options", CONFIGS["published"])
@@ -193,7 +175,7 @@ def test_published_config_gives_the_models_options(hf, options):
 
 
 def test_every_architecture_is_recorded_and_documented():
-  page = (Path(tinyvllm.__file__).parents[1] / "examples/docs/models-and-quantization.md").read_text()
+  page = (ROOT / "examples/docs/models-and-quantization.md").read_text()
   assert not [name for name in MODEL_CLASSES if f"`{name}`" not in page]
   recorded = {architecture for name in MODELS for architecture in read(name)["config"]["architectures"]}
   assert recorded | {"LlamaForCausalLM"} == {*MODEL_CLASSES}
@@ -210,7 +192,7 @@ def test_positions_limit_max_model_len(tmp_path, name, limit):
 def test_several_devices_raise(name):
   config, model_class = find_model(read(name)["config"], Path("x"))
   with pytest.raises(InputError, match="tensor_parallel_size=2 must be 1"):
-    model_class(config, dtypes.float32, tinyvllm.Backend(), Devices(("CPU", "CPU:1")))
+    model_class(config, dtypes.float32, Backend(), Devices(("CPU", "CPU:1")))
 
 
 @pytest.mark.parametrize("name", ["gemma3_vision", "gpt2", "gpt_oss", "qwen3_moe"])
@@ -241,7 +223,7 @@ def test_unsupported_architecture_raises_with_supported_ones(name):
     choose_model({"architectures": [name], "text_config": {"layer_types": ["linear_attention"]}}, Path("x"))
 
 
-@pytest.mark.parametrize("backend", [None, tinyvllm.Backend()], ids=["fast", "core"])
+@pytest.mark.parametrize("backend", [None, Backend()], ids=["fast", "core"])
 @pytest.mark.parametrize("dtype", ["float16", "half"])
 def test_float16_that_overflows_raises_with_remedy(tmp_path, dtype, backend):
   folder = write_model(tmp_path, "gemma2")
@@ -272,21 +254,10 @@ def ids(folder): return read(folder.name)["ids"]
 def llm(folder): return LLM(folder, **OPTIONS)
 
 
-def generated(llm, prompts, count=NUM_TOKENS):
-  return [ids_of(output) for output in llm.generate([tokens(ids) for ids in prompts], greedy(count))]
-
-
-def check_states(llm):
-  """Check that each row is free or a snapshot, once."""
-  rows = [*llm.states.free_rows, *llm.states.snapshots.values()]
-  assert len({*rows}) == len(rows) and min(rows) > llm.states.padding, "a row has two uses"
-  assert len(rows) == llm.num_snapshot_rows, "a row is lost"
-
-
 @pytest.mark.parametrize("overlaps", ["", "overlapped", "early"])
 def test_ids_do_not_depend_on_when_results_are_read(llm, ids, monkeypatch, overlaps):
   set_overlap(monkeypatch, llm.runner, overlaps)
-  for _ in range(2): assert generated(llm, PROMPTS) == ids
+  for _ in range(2): assert ids_of_batch(llm, PROMPTS, greedy(NUM_TOKENS)) == ids
 
 
 def test_next_turns_compute_only_the_new_tokens(llm):
@@ -295,7 +266,7 @@ def test_next_turns_compute_only_the_new_tokens(llm):
   whole = LLM(llm.path, **OPTIONS, enable_prefix_caching=False)
   for turn in range(3):
     with assert_all_blocks_freed(llm) as before: output, = llm.generate([tokens(conversation)], greedy(7))
-    assert ids_of(output) == generated(whole, [conversation], 7)[0]
+    assert ids_of(output) == ids_of_batch(whole, [conversation], greedy(7))[0]
     hits = llm.get_metrics()["prefix_cache_hits"] - before["prefix_cache_hits"]
     if turn: assert hits >= len(conversation) - 3 - 2 * OPTIONS["block_size"]
     conversation += [*ids_of(output), 5, 6, 7]
@@ -304,11 +275,11 @@ def test_next_turns_compute_only_the_new_tokens(llm):
 def test_snapshots_are_before_the_last_block_of_a_prompt_and_at_the_end_of_an_answer(folder, ids, tmp_path):
   """A prompt of 23 tokens in chunks of at most 8: steps end at 8, 16, 20 and 23, then at 24, 25, ..., 39."""
   llm, conversation = LLM(folder, **OPTIONS, trace=str(tmp_path / "trace")), PROMPTS[5] + ids[5]
-  generated(llm, [PROMPTS[5]], 17)
+  ids_of_batch(llm, [PROMPTS[5]], greedy(17))
   for length, num_cached in ((23, 20), (33, 20), (23, 20)):
     output, = llm.generate([tokens(conversation[:length])], greedy(1))
     assert output.num_cached_tokens == num_cached
-  generated(llm, [PROMPTS[5]])
+  ids_of_batch(llm, [PROMPTS[5]], greedy(NUM_TOKENS))
   output, = llm.generate([tokens(conversation)], greedy(1))
   assert output.num_cached_tokens == 32
   assert llm.get_metrics()["state_snapshots"] == 3, "at 20, 32 and 36"
@@ -330,7 +301,7 @@ def test_random_failures_and_aborts_change_no_ids(folder, ids, monkeypatch, seed
   rng = random.Random(seed)
   monkeypatch.setattr("tinyvllm_extra.cache.snapshots.MAX_SNAPSHOTS", 1)
   llm = LLM(folder, **OPTIONS, num_gpu_blocks_override=18)
-  llm.num_snapshot_rows = len(llm.states.free_rows)
+  num_rows = len(llm.states.free_rows)
   set_overlap(monkeypatch, llm.runner, ["", "overlapped", "early"][seed])
   break_steps(llm, monkeypatch, lambda place: rng.random() < 0.03)
   last, numbers = {}, itertools.count()
@@ -340,7 +311,7 @@ def test_random_failures_and_aborts_change_no_ids(folder, ids, monkeypatch, seed
       llm.add_request(name, tokens(PROMPTS[int(name[0])]), greedy(rng.randint(1, NUM_TOKENS)))
     if llm.requests and rng.random() < 0.05: llm.abort_request(rng.choice([*llm.requests]))
     if llm.requests: step(llm, last)
-    check_states(llm)
+    check_states(llm.states, num_rows)
   while llm.requests: step(llm, last)
   assert len(last) > 20
   for name, output in last.items(): assert ids_of(output) == ids[int(name[0])][:len(ids_of(output))]
@@ -357,14 +328,14 @@ def test_drafts_change_no_ids(folder, ids, monkeypatch):
   monkeypatch.setattr(speculation.Drafter, "propose", propose)
   monkeypatch.setattr(speculation.SpeculativeProposer, "needs_sync", lambda *_: True)
   llm = LLM(folder, **OPTIONS, speculative_config=DRAFTS)
-  for _ in range(2): assert generated(llm, PROMPTS) == ids
+  for _ in range(2): assert ids_of_batch(llm, PROMPTS, greedy(NUM_TOKENS)) == ids
   metrics = llm.get_metrics()
   assert 0 < metrics["spec_decode_num_accepted_tokens"] < metrics["spec_decode_num_draft_tokens"]
 
 
 def test_what_states_do_not_support_is_refused(folder, llm, tmp_path, monkeypatch):
   with pytest.raises(InputError, match="tensor_parallel_size"): LLM(folder, **OPTIONS, tensor_parallel_size=2)
-  generated(llm, [PROMPTS[6]])
+  ids_of_batch(llm, [PROMPTS[6]], greedy(NUM_TOKENS))
   with pytest.raises(InputError, match="recurrent layers cannot be saved"): llm.save_prefix_cache(tmp_path / "cache")
   draft = {"model": str(folder), "num_speculative_tokens": 2}
   with pytest.raises(InputError, match="recurrent layers, which a draft model must not have"):

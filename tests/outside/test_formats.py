@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers.data import read_data
 from helpers.engines import ENGINE, check_logits
-from helpers.models import random_weights, tiny_config, tiny_model, write_safetensors
+from helpers.models import random_weights, tiny_config, tiny_model
 from helpers.quantized_models import Matrices, SIZES, is_projection
 
 from tinyvllm import LLM, Backend, InputError
@@ -24,9 +24,7 @@ WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 384}   # multiples of 
 def check_model(folder: Path, weights: dict[str, np.ndarray], sizes: dict[str, Any] = SIZES, **options: Any) -> None:
   """Check that the checkpoint in `folder` gives the same greedy ids as `weights`, and in float32 logits within
   1e-3 of theirs, with activations in float."""
-  plain = tiny_model(folder / "dequantized", **sizes)
-  write_safetensors(plain / "model.safetensors", weights)
-  check_logits(folder, plain, PROMPT, atol=1e-3, **options)
+  check_logits(folder, tiny_model(folder / "dequantized", weights=weights, **sizes), PROMPT, atol=1e-3, **options)
 
 
 # compressed-tensors
