@@ -17,23 +17,20 @@ CASES = read_data("server_cases.json")
 
 def break_server(patch):
   """Make steps and requests fail, by max_tokens and prompt."""
-  launch, encode, make_request = Runner.launch, ChatTokenizer.encode, LLM.make_request
+  def add_fault(kind, name, error, message, is_faulty):
+    method = getattr(kind, name)
 
-  def faulty(self, step):
-    if any(s.params.max_tokens == 13 and s.num_generated > 2 for s, *_ in step.rows): raise RuntimeError("boom")
-    if any(s.params.max_tokens == 14 for s, *_ in step.rows): raise SystemExit("bye")   # would end the engine's thread
-    return launch(self, step)
-
-  def broken_encode(self, text, *options):
-    if text == "broken": raise ValueError("operands could not be broadcast")
-    return encode(self, text, *options)
-
-  def broken_request(self, request_id, prompt, params, priority):
-    if params.max_tokens == 15: raise KeyError("absent")
-    return make_request(self, request_id, prompt, params, priority)
-  patch.setattr(Runner, "launch", faulty)
-  patch.setattr(ChatTokenizer, "encode", broken_encode)
-  patch.setattr(LLM, "make_request", broken_request)
+    def faulty(*args):
+      if is_faulty(*args): raise error(message)
+      return method(*args)
+    patch.setattr(kind, name, faulty)
+  add_fault(Runner, "launch", RuntimeError, "boom", lambda _, step: any(
+    s.params.max_tokens == 13 and s.num_generated > 2 for s, *_ in step.rows))
+  add_fault(Runner, "launch", SystemExit, "bye", lambda _, step: any(   # would end the engine's thread
+    s.params.max_tokens == 14 for s, *_ in step.rows))
+  add_fault(ChatTokenizer, "encode", ValueError, "operands could not be broadcast",
+            lambda _, text, *options: text == "broken")
+  add_fault(LLM, "make_request", KeyError, "absent", lambda _, name, prompt, params, *__: params.max_tokens == 15)
 
 
 def works(server):
