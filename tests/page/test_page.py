@@ -2,9 +2,9 @@
 import dataclasses
 import json
 import re
-from pathlib import Path
 
 import pytest
+from helpers.data import read_data
 from helpers.engines import ENGINE
 from helpers.commands import flags
 from helpers.servers import LocalServer, wait_until
@@ -13,13 +13,10 @@ from playwright.sync_api import expect
 from tinyvllm import SamplingParams
 
 # Settings: typed text and sent value. Streamed deltas with two tool calls whose arguments arrive in pieces, and the
-# message that the page sends back. Files that cannot be imported, after their error
-DATA = json.loads((Path(__file__).parents[1] / "data/chat_page.json").read_text())
+# message that the page sends back. Files that cannot be imported, after their error. Fields of SamplingParams without a
+# setting on the page: token ids, n, logprobs, structured outputs
+DATA = read_data("chat_page.json")
 LONG = 16_000   # more tokens than a test waits for
-# Fields of SamplingParams without a setting on the page: token ids, n, logprobs, structured outputs
-NOT_ON_PAGE = {"n", "stop_token_ids", "logit_bias", "allowed_token_ids", "logprobs", "prompt_logprobs",
-               "structured_outputs"}
-OTHER_SETTINGS = {"system", "tools", "thinking", "key", "theme"}
 
 
 def test_conversation_and_system_prompt_are_sent_and_server_answers(page, server):
@@ -299,8 +296,9 @@ def test_failed_storage_shows_a_notice_and_page_works(page, kind):
 
 
 def test_every_sampling_setting_is_sent_and_survives_reload(page):
-  names = set(page.tab.locator("fieldset [name]").evaluate_all("all => all.map(x => x.name)")) - OTHER_SETTINGS
-  assert names == {field.name for field in dataclasses.fields(SamplingParams)} - NOT_ON_PAGE == {*DATA["settings"]}
+  names = {*page.tab.locator("fieldset [name]").evaluate_all("all => all.map(x => x.name)")} - {*DATA["other_settings"]}
+  fields = {field.name for field in dataclasses.fields(SamplingParams)}
+  assert names == fields - {*DATA["not_on_page"]} == {*DATA["settings"]}
   page.settings(system_prompt="be kind")
   for name, (text, value) in DATA["settings"].items():
     field = page.tab.locator(f"[name={name}]")
@@ -365,8 +363,7 @@ def test_tool_calls_are_shown_and_sent_again(page):
 def test_search_finds_chats_by_title_and_text(page):
   page.add_chats("red apple", "green pear")
   page.ask("more", "only in the **answer**")
-  for words, titles in (("APPLE", ["red apple"]), (" pear ", ["green pear"]), ("re", ["green pear", "red apple"]),
-                        ("PEAR.", [])):
+  for words, titles in DATA["searches"]:
     page.search.fill(words)
     page.expect(chats=titles)
     expect(page.tab.get_by_text("No chat has this text")).to_be_visible(visible=not titles)

@@ -7,11 +7,11 @@ import re
 import signal
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from helpers.commands import error_line, flags, run_command, start_process
+from helpers.commands import ROOT, error_line, flags, run_command, start_process
+from helpers.data import DATA, read_data
 from helpers.engines import BS, ENGINE, greedy, prompt, tokens
 from helpers.servers import Server, wait_until
 from playwright.sync_api import expect
@@ -19,20 +19,18 @@ from playwright.sync_api import expect
 from tinyvllm import LLM
 from tinyvllm_extra.trace import player
 
-DATA, PAGE = Path(__file__).parents[1] / "data", Path(__file__).parents[2] / "examples/tinyvllm_extra/serving/page"
+PAGE = ROOT / "examples/tinyvllm_extra/serving/page"
+# Safe elements and attributes, streamed reasoning, elements of answer.md, names of controls, and the page's policy
+CASES = read_data("chat_page.json")
+SAFE = CASES["elements"]
 OWN_LINES = 700   # maximum lines of the page's own files, without blank lines and comments
 PHONE = {"viewport": {"width": 360, "height": 640}, "is_mobile": True, "has_touch": True}
 ANSWER = (DATA / "answer.md").read_text()
-CODE = json.loads((DATA / "highlighted_code.json").read_text())   # language, source, expected colored spans
+CODE = read_data("highlighted_code.json")   # language, source, expected colored spans
 ALL_CODE = "\n".join(f"```{language}\n{source}\n```" for language, source, _ in CODE)
 # Input that must be neutralized: markup, Markdown, and samples in the style of DOMPurify's test suite
-HOSTILE = json.loads((DATA / "hostile_markdown.json").read_text())
+HOSTILE = read_data("hostile_markdown.json")
 MARKUP = "<img src=x onerror='window.broken = 1'><script>window.broken = 1</script><b>bold</b> List<T>"
-FOLDED = "<think>\nplan **one**\n</think>\n\nthe answer"
-TAGS = re.findall(r"\w+", "a blockquote br code del em h2 hr li ol p pre strong table tbody td th thead tr ul")
-PAGE_TAGS = ["footer", "button", "details", "div", "form", "label", "small", "span", "summary", "textarea"]
-PAGE_ATTRIBUTES = {"aria-label", "class", "open", "required", "role", "rows", "tabindex", "type"}
-MATH_TAGS = re.findall(r"\w+", "math mfrac mi mn mo mrow mspace msqrt mstyle msub msubsup msup mtable mtd mtext mtr")
 COMMENTS = re.compile(r"<!--.*?-->|^ *//[^\n]*|^/\*.*?\*/", re.S | re.M)
 
 
@@ -55,7 +53,7 @@ def test_page_is_one_file_whose_policy_allows_only_its_scripts(server):
   scripts = re.findall(r"<script[^>]*>(.*?)</script>", text, re.S)
   digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
   assert rules.pop("script-src").split() == [f"'sha256-{digest}'" for digest in digests]
-  assert rules == json.loads((DATA / "chat_page.json").read_text())["policy"]
+  assert rules == CASES["policy"]
   assert len(digests) == len([*PAGE.glob("**/*.js")])
 
 
@@ -71,7 +69,7 @@ def test_policy_blocks_what_the_sanitizer_would_miss(browser, server):
   tab, requests = browser.new_page(), []
   tab.route("http://e.test/**", lambda route: (requests.append(route), route.abort()))
   tab.goto(server.url)
-  for directive, attack in json.loads((DATA / "chat_page.json").read_text())["attacks"]:
+  for directive, attack in CASES["attacks"]:
     blocked = tab.evaluate(f"""() => new Promise(done => {{
       document.addEventListener("securitypolicyviolation", e => done(e.effectiveDirective), {{once: true}})
       try {{ {attack} }} catch {{ }}
@@ -86,11 +84,10 @@ def expect_only_safe_elements(part, markdown):
   elements = part.evaluate("""part => [...part.querySelectorAll("*")].map(x =>
     [x.localName, x.namespaceURI, Object.fromEntries([...x.attributes].map(a => [a.name, a.value]))])""")
   for tag, namespace, attributes in elements:
-    assert namespace.endswith("/MathML" if tag in MATH_TAGS else "/xhtml"), (markdown, tag)
-    assert tag in TAGS + PAGE_TAGS + MATH_TAGS, (markdown, tag)
-    if tag in MATH_TAGS: continue
-    safe = PAGE_ATTRIBUTES if tag in PAGE_TAGS else {"href", "target", "rel", "align", "start"}
-    assert attributes.keys() <= safe, (markdown, attributes)
+    assert namespace.endswith("/MathML" if tag in SAFE["math"] else "/xhtml"), (markdown, tag)
+    if tag in SAFE["math"]: continue
+    kind = "page" if tag in SAFE["page"] else "html"
+    assert tag in SAFE[kind] and attributes.keys() <= {*SAFE[f"{kind} attributes"]}, (markdown, tag, attributes)
     if "href" in attributes:
       assert attributes["href"].startswith("http://e.test/"), (markdown, attributes)
       assert (attributes["target"], attributes["rel"]) == ("_blank", "noopener noreferrer"), markdown
@@ -128,7 +125,7 @@ def test_hostile_input_is_text_runs_no_script_and_sends_no_request(page, server,
 
 
 def test_math_is_rendered_outside_code_and_prices(page):
-  for source, formulas in json.loads((DATA / "math.json").read_text()):
+  for source, formulas in read_data("math.json"):
     page.ask("hello", source)
     assert page.answers.last.locator("math").all_text_contents() == formulas, source
 
@@ -138,10 +135,7 @@ def test_markdown_is_rendered_and_copied(visit, has_clipboard):
   page = visit(permissions=["clipboard-read", "clipboard-write"])
   if not has_clipboard: page.tab.evaluate("() => { navigator.clipboard.writeText = () => Promise.reject('http') }")
   page.ask("hello\nyou", ANSWER[:100], ANSWER[100:], "\n~~~\nlast\n~~~")
-  for selector, text in (("h2", "Reversed"), ("p > em", "slice"), ("p > strong", "negative"), ("blockquote", "Quoted"),
-                         ("ol > li > ul > li > code", "inner"), ("tr:last-child > td:last-child", "ba"),
-                         ("td[align=center]", "ba"), ("li:has-text('done')", "☑ done")):
-    expect(page.answers.locator(selector)).to_have_text(text)
+  for selector, text in CASES["markdown"]: expect(page.answers.locator(selector)).to_have_text(text)
   expect(page.answers.locator("p > br")).to_have_count(1)
   link = page.answers.get_by_role("link", name="the docs")
   assert [link.get_attribute(name) for name in ("href", "target", "rel")] == [
@@ -227,15 +221,10 @@ def test_code_is_highlighted_by_its_language(page):
   assert len(set(colors)) == 6, "five colors and the text's"
 
 
-@pytest.mark.parametrize("deltas", [
-  [{"reasoning_content": "plan "}, {"reasoning_content": "**one**"}, "the answer"],
-  [{"reasoning": "plan **one**"}, "the answer"],
-  [FOLDED[:3], FOLDED[3:20], FOLDED[20:]],
-  [FOLDED.removeprefix("<think>")],   # the chat template has put <think> into the prompt
-], ids=["reasoning_content", "reasoning", "inline", "inline without start"])
-def test_reasoning_is_collapsed_and_not_copied_or_sent_again(visit, deltas):
+@pytest.mark.parametrize("form", CASES["reasoning"])
+def test_reasoning_is_collapsed_and_not_copied_or_sent_again(visit, form):
   page = visit(permissions=["clipboard-read", "clipboard-write"])
-  assert page.ask("hello", *deltas) == "the answer"
+  assert page.ask("hello", *CASES["reasoning"][form]) == "the answer"
   thought = page.answers.first.get_by_text("plan one")
   expect(thought).to_be_hidden()
   page.answers.get_by_text("Reasoning", exact=True).click()
@@ -280,9 +269,7 @@ def test_every_control_is_reachable_with_the_keyboard(page):
       return x.ariaLabel ?? (x.textContent.trim() || x.closest("label")?.textContent.trim())
     }"""))
     assert len(focused) < 100
-  assert {"Chats", "New chat", "Search chats", "hello", "Delete hello", "Import", "Export all", "Settings", "Copy",
-          "Conversation", "Edit", "Copy code", "Code", "Table", "the docs", "Regenerate", "Message", "Send",
-          "System prompt", "Temperature", "API key"} <= set(focused), focused
+  assert {*CASES["controls"]} <= set(focused), focused
 
 
 @pytest.mark.parametrize("options", [{}, {**PHONE, "color_scheme": "dark"}], ids=["light", "dark phone"])
