@@ -1,7 +1,9 @@
 """Captures steps as graphs at startup, so that no request waits for a capture, and chooses the graph that a step runs
 with: its own shape, or a larger one that is captured."""
-import collections, dataclasses, gc, itertools, operator, time
-from collections.abc import Collection, Iterator
+import collections, dataclasses, gc, itertools, logging, operator, time, typing
+from collections.abc import Callable, Collection, Iterator
+
+from tinygrad import Device
 
 from tinyvllm.backend import Graphs, exclusive, renderer
 from tinyvllm.config import logger
@@ -28,10 +30,12 @@ def cost(key: GraphKey) -> int:
 
 class PaddedGraphs(Graphs):
   """A graph policy that pads steps, so that few graphs are captured. num_kernels: kernels that this process compiled,
-  counted in the class by KernelFolder (kernel_cache.py)."""
+  counted in the class by KernelFolder (kernel_cache.py). restore: kernel_cache.restore, which gives a graph its step
+  from disk, or returns where to save it."""
   num_kernels = 0
 
-  def __init__(self) -> None:
+  def __init__(self, restore: Callable[[Runner, object, GraphKey], typing.Any]) -> None:
+    self.restore = restore
     self.capture_sizes: list[int] = []   # tokens of the steps captured at startup
     self.captured: set[tuple[Runner, GraphKey]] = set()   # complete: another thread may be capturing
     self.num_requested: collections.Counter[tuple[Runner, GraphKey]] = collections.Counter()
@@ -50,6 +54,21 @@ class PaddedGraphs(Graphs):
     self.num_requested[runner, key] += 1
     can_wait = self.num_requested[runner, key] <= CAPTURE_THRESHOLD and cost(best) < 2 * cost(key)
     return best if self.capture_sizes or can_wait else key
+
+  def run(self, runner: Runner, graph: typing.Any, key: GraphKey) -> object:
+    """Run a step. Restore or capture it first, and log that (with level DEBUG during startup)."""
+    is_new = graph.cnt == 1
+    start_time = time.perf_counter()
+    num_kernels = PaddedGraphs.num_kernels
+    stored = self.restore(runner, graph, key) if is_new else None
+    results = graph()
+    if stored and graph.captured: stored.save(graph.captured)   # not with tinygrad's JIT=0
+    if is_new and graph.cnt > 1:   # not captured if eager
+      self.captured.add((runner, key))
+      Device.default.synchronize()
+      logger.log(logging.DEBUG if self.capture_sizes else logging.INFO, f"captured a step of {key.num_tokens} tokens "
+                 f"in {time.perf_counter() - start_time:.1f} s, {self.num_kernels - num_kernels} new kernels")
+    return results
 
 
 def usual_sizes(runner: Runner) -> list[int]:

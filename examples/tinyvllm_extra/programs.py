@@ -11,8 +11,7 @@ from tinyvllm.config import logger, read_json
 from .kernels import drivers, products, tinygrad_patches
 
 # Commands that install clang: on macOS, and by the ID of a Linux distribution in /etc/os-release
-CLANG = {"Darwin": "xcode-select --install", "debian": "sudo apt install clang", "fedora": "sudo dnf install clang",
-         "suse": "sudo zypper install clang", "arch": "sudo pacman -S clang", "alpine": "sudo apk add clang"}
+CLANG = read_json(pathlib.Path(__file__).with_suffix(".json"))
 
 
 def clang_command() -> str:

@@ -164,7 +164,7 @@ def gumbel_noise(seed_low: int, seed_high: int, position: int, vocab_size: int) 
 
 
 class Graph:
-  """A step's graph as FewGraphs.run calls it. The first call captures it."""
+  """A step's graph as PaddedGraphs.run calls it. The first call captures it."""
   cnt = property(lambda self: self.graph.cnt)
 
   def __init__(self, backend: "FakeBackend", runner: Runner, graph: Any, key: GraphKey):
@@ -180,7 +180,7 @@ class FakeMemory(drivers.DriverMemory):
     return min(super().max_blocks(num_bytes, block_bytes, min_blocks), max(1024, min_blocks))
 
 
-class FakeGraphs(kernel_cache.FewGraphs):
+class FakeGraphs(kernel_cache.PaddedGraphs):
   def run(self, runner: Runner, graph: Any, key: GraphKey) -> Any:
     return super().run(runner, Graph(runner.backend, runner, graph, key), key)
 
@@ -195,7 +195,7 @@ class FakeBackend(FastBackend):
     return backend.Backend.kv_layout(self, model, config, dtypes.float32)
 
   def __init__(self) -> None:
-    self.graphs = FakeGraphs()
+    self.graphs = FakeGraphs(kernel_cache.restore)
     self.devices: dict[Runner, Any] = {}
 
   def device(self, runner: Runner) -> Any:

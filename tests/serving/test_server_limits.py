@@ -20,7 +20,7 @@ from helpers.servers import LocalServer, error_of, wait_until
 
 from tinyvllm_extra.cli import main, serve
 from tinyvllm_extra.serving import app
-from tinyvllm_extra.serving.app import AccessLog, Server, ServerConfig
+from tinyvllm_extra.serving.app import Server, ServerConfig, access_log
 
 def test_missing_or_wrong_api_key_is_401_and_right_one_200(limited):
   wrong = [{"Authorization": x} for x in (
@@ -176,7 +176,7 @@ async def test_access_log_flags_set_the_level(caplog, flags, level):
   async def app(scope, receive, send): await send({"type": "http.response.start", "status": 200, "headers": []})
   async def send(message): ...
   caplog.set_level(logging.DEBUG, "tinyvllm")
-  log = AccessLog(app, serve.read_arguments(parse_command("serve", *flags))[2])
+  log = access_log(app, serve.read_arguments(parse_command("serve", *flags))[2])
   scope = {"type": "http", "method": "GET", "headers": []}
   for path in ("/x", "/r/health"): await log({**scope, "path": path}, None, send)
   health = logging.DEBUG if "--root-path" in flags else logging.INFO

@@ -34,9 +34,8 @@ READERS["CUDA"] = cuda_memory
 
 def can_access_peer(reader: CUDADevice, owner: CUDADevice) -> bool:
   """Return whether `reader` can read the memory of `owner`."""
-  result = ctypes.c_int()
-  check(cuda.cuDeviceCanAccessPeer(ctypes.byref(result), reader.cu_device, owner.cu_device))
-  return bool(result.value)
+  def ask(result): check(cuda.cuDeviceCanAccessPeer(ctypes.byref(result), reader.cu_device, owner.cu_device))
+  return bool(init_c_var(ctypes.c_int, ask).value)
 
 
 class CUDABackend(FastBackend):

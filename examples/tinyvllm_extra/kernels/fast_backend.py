@@ -10,6 +10,7 @@ from tinygrad.uop.ops import Ops
 from tinyvllm.backend import Sampler, cpu_cores, renderer
 from tinyvllm.config import ModelConfig, check
 from tinyvllm.llama import Layer
+from tinyvllm_extra.graph_policy import PaddedGraphs
 from tinyvllm_extra.models.experts import MixtureBackend
 from tinyvllm_extra.models.layers import VariantConfig
 from tinyvllm_extra.options import LLMConfig
@@ -88,7 +89,7 @@ class FastBackend(MixtureBackend):
   # Tensor cores need many rows; MeteredScheduler takes fewer while sequences decode
   budget = property(lambda self: 2048 if cuda_source.speaks_cuda() and renderer().tensor_cores else super().budget)
 
-  def __init__(self) -> None: self.graphs = kernel_cache.FewGraphs()
+  def __init__(self) -> None: self.graphs = PaddedGraphs(kernel_cache.restore)
 
   def run_layers(self, layers: list, x: Tensor, delta: Tensor, caches: list[list[Tensor]], *inputs: Any) -> tuple:
     ropes, tokens, block_tables = inputs

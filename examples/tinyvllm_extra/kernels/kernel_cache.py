@@ -1,10 +1,9 @@
 """Caches on disk of lowered and compiled kernels, and of captured steps: a later process neither lowers nor traces
 them."""
-import contextlib, dataclasses, functools, hashlib, importlib.metadata, io, logging, os, pathlib, pickle, time, types
-import zlib
+import contextlib, dataclasses, functools, hashlib, importlib.metadata, io, os, pathlib, pickle, types, zlib
 from typing import Any
 
-from tinygrad import Device, Tensor, UOp, codegen, helpers
+from tinygrad import Tensor, UOp, codegen, helpers
 from tinygrad.codegen import do_to_program
 from tinygrad.engine.jit import CapturedJit, _TinyJit
 from tinygrad.renderer import Renderer
@@ -12,7 +11,6 @@ from tinygrad.uop.ops import Ops
 
 import tinyvllm
 from tinyvllm.backend import Backend, renderer
-from tinyvllm.config import logger
 from tinyvllm.runner import GraphKey, Runner
 from tinyvllm_extra.graph_policy import PaddedGraphs
 
@@ -128,21 +126,3 @@ def restore(runner: Runner, graph: object, key: GraphKey) -> StoredStep | None:
     stored.load(graph)
     if not graph.captured: return stored
   return None
-
-
-class FewGraphs(PaddedGraphs):
-  """PaddedGraphs whose captured steps are cached on disk."""
-  def run(self, runner: Runner, graph: Any, key: GraphKey) -> Any:
-    """Run a step. Restore or capture it first, and log that (with level DEBUG during startup)."""
-    is_new = graph.cnt == 1
-    start_time = time.perf_counter()
-    num_kernels = self.num_kernels
-    stored = restore(runner, graph, key) if is_new else None
-    results = graph()
-    if stored and graph.captured: stored.save(graph.captured)   # not with tinygrad's JIT=0
-    if is_new and graph.cnt > 1:   # not captured if eager
-      self.captured.add((runner, key))
-      Device.default.synchronize()
-      logger.log(logging.DEBUG if self.capture_sizes else logging.INFO, f"captured a step of {key.num_tokens} tokens "
-                 f"in {time.perf_counter() - start_time:.1f} s, {self.num_kernels - num_kernels} new kernels")
-    return results

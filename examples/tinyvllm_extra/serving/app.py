@@ -78,35 +78,33 @@ class Gate:
     return self.not_ready()
 
 
-class AccessLog:
+def access_log(app: ASGIApp, options: ServerConfig) -> ASGIApp:
   """ASGI middleware that gives each response the X-Request-Id of its request, or a new one, and logs its end."""
-  def __init__(self, app: ASGIApp, options: ServerConfig):
-    self.app = app
-    self.options = options
-    self.quiet_paths = {*QUIET_PATHS, *options.disable_access_log_for_endpoints.split(",")}
+  quiet_paths = {*QUIET_PATHS, *options.disable_access_log_for_endpoints.split(",")}
 
-  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+  async def answer(scope: Scope, receive: Receive, send: Send) -> None:
     started = time.monotonic()
     request_id = Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex
-    generation.SERVED.set([])
+    served = list[async_engine.Request]()
+    generation.SERVED.set(served)
     sent = list[Message]()   # the first and the last message
 
     async def send_with_id(message: Message) -> None:
       if message["type"] == "http.response.start": MutableHeaders(scope=message)["X-Request-Id"] = request_id
       sent[1:] = [message]
       await send(message)
-    try: await self.app(scope, receive, send_with_id)
-    finally: self.log(scope, sent, time.monotonic() - started, request_id)
 
-  def log(self, scope: Scope, sent: list[Message], seconds: float, request_id: str) -> None:
-    # 499: nginx's code for a client that left early
-    status = sent[0]["status"] if len(sent) > 1 and not sent[1].get("more_body") else 499
-    served = generation.SERVED.get()
-    tokens = "{} prompt and {} output tokens, ".format(*answers.num_tokens(served)) if served else ""
-    line = f"{scope['method']} {scope['path'][:256]} {status} in {seconds:.3f} s, {tokens}id {request_id[:64]}"
-    is_quiet = scope["path"].removeprefix(self.options.root_path) in self.quiet_paths
-    if not self.options.disable_uvicorn_access_log:   # ascii: clients choose the path, which may contain line breaks
-      logger.log(logging.DEBUG if is_quiet else logging.INFO, ascii(line)[1:-1])
+    try: await app(scope, receive, send_with_id)
+    finally:
+      # 499: nginx's code for a client that left early
+      status = sent[0]["status"] if len(sent) > 1 and not sent[1].get("more_body") else 499
+      tokens = "{} prompt and {} output tokens, ".format(*answers.num_tokens(served)) if served else ""
+      line = (f"{scope['method']} {scope['path'][:256]} {status} in {time.monotonic() - started:.3f} s, {tokens}"
+              f"id {request_id[:64]}")
+      is_quiet = scope["path"].removeprefix(options.root_path) in quiet_paths
+      if not options.disable_uvicorn_access_log:   # ascii: clients choose the path, which may contain line breaks
+        logger.log(logging.DEBUG if is_quiet else logging.INFO, ascii(line)[1:-1])
+  return answer
 
 
 class BodyRoute(fastapi.routing.APIRoute):
@@ -139,7 +137,7 @@ class Server(uvicorn.Server):
     app: ASGIApp = Gate(self.routes(more or {}), options, self.not_ready)
     if options.allowed_origins:
       app = cors.CORSMiddleware(app, parse_origins(options.allowed_origins), allow_methods=["*"], allow_headers=["*"])
-    super().__init__(uvicorn.Config(AccessLog(app, options), options.host, options.port, options.uds, log_config=None,
+    super().__init__(uvicorn.Config(access_log(app, options), options.host, options.port, options.uds, log_config=None,
                                     interface="asgi3", timeout_graceful_shutdown=int(options.shutdown_timeout) + 5,
                                     ws="none", lifespan="off", **options.tls))
     try: self.config.load()
@@ -184,14 +182,11 @@ class Server(uvicorn.Server):
     logger.info(f"listening on {self.options.uds or self.address()}; requests get HTTP 503 until the model is ready")
     threading.Thread(target=self.prepare, daemon=True).start()   # daemon: a signal does not wait for it
 
-  def load(self) -> None:
-    """Load the model and the adapters of --lora-modules."""
-    self.serving.llm = self.open_engine()
-    for name, path in self.options.adapters.items(): self.serving.add_adapter(name, path)
-
   def prepare(self) -> None:
-    """Load the model, wait until requests can run, and log the URLs."""
-    try: self.load()
+    """Load the model and the adapters of --lora-modules, wait until requests can run, and log the URLs."""
+    try:
+      self.serving.llm = self.open_engine()
+      for name, path in self.options.adapters.items(): self.serving.add_adapter(name, path)
     except Exception as error:
       self.error = error
       self.should_exit = True
