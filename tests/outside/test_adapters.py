@@ -2,21 +2,16 @@
 reference is PEFT's own model."""
 import numpy as np
 import pytest
+from helpers.data import read_data
 from helpers.engines import ENGINE, LogitsRecorder
 from helpers.models import tiny_model
 
 from tinyvllm import LLM, LoRARequest
 
 PROMPT = [5, 17, 99, 250, 31]
-ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-@pytest.mark.parametrize("architecture,options", [
-  ("LlamaForCausalLM", {"target_modules": ALL, "lora_alpha": 32}),
-  ("Qwen2ForCausalLM", {"target_modules": ["q_proj", "v_proj"], "use_rslora": True}),
-  ("Qwen3ForCausalLM", {"target_modules": r".*layers\.1\.(self_attn|mlp)\.\w+_proj"}),
-  ("LlamaForCausalLM", {"target_modules": ALL, "rank_pattern": {"down_proj": 3, r"layers\.1\.self_attn\.[qk]_proj": 7},
-                        "alpha_pattern": {r"1\.mlp\.up_proj": 9, "up_proj": 40, "k_proj": 2}})])
+@pytest.mark.parametrize("architecture,options", read_data("adapters.json")["peft"])
 def test_adapter_gives_the_ids_and_logits_of_peft(tmp_path, architecture, options):
   import peft
   import torch

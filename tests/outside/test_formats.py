@@ -63,18 +63,8 @@ def write_compressed(folder: Path, form: str, activations: dict[str, Any] | None
   return {name: x.float().numpy() for name, x in model.state_dict().items() if name in names}
 
 
-INT4 = {"form": "pack-quantized", "num_bits": 4, "group_size": 32}
-FLOAT = {"form": "float-quantized", "num_bits": 8, "type": "float"}
-ACTIVATIONS = [None, {"dynamic": True, "strategy": "token"}, {"strategy": "tensor"}]
-STRATEGIES = [{"strategy": "tensor"}, {"strategy": "channel"}, {"strategy": "block", "block_structure": [32, 32]}]
-
-
-@pytest.mark.parametrize("arguments,description", [
-  (INT4, "int4, groups of 32"), ({**INT4, "symmetric": False}, "int4, groups of 32"),
-  ({"form": "int-quantized", "num_bits": 8, "strategy": "channel"}, "int8, per channel"),
-  ({"form": "pack-quantized", "num_bits": 8, "strategy": "channel"}, "int8, per channel"),
-  *[({**FLOAT, **strategy, "activations": activations}, f"float8, per {strategy['strategy']}")
-    for activations in ACTIVATIONS for strategy in STRATEGIES]], ids=str)
+# arguments of write_compressed, and the description of the checkpoint
+@pytest.mark.parametrize("arguments,description", read_data("compressed_tensors.json"), ids=str)
 def test_compressed_tensors_logits_equal_decompressed_model(tmp_path, arguments, description):
   check_model(tmp_path, write_compressed(tmp_path, **arguments))
   text = f"compressed-tensors {description}; embed_tokens, lm_head float32"

@@ -32,7 +32,3 @@ def limited(chat_folder):
                   api_key="secret", max_body_size=4096, served_model_name="mine")
   origins = ["--allowed-origins", "http://b.example", '["http://page.example"]']
   yield from checked(LocalServer(chat_folder, *options, *origins))
-
-
-@pytest.fixture
-def client(server): return server.client()

@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 from helpers.commands import PYTHONPATH, error_line, flags, run_command
+from helpers.data import read_data
 from helpers.protocol import SMALL, chat_prompt
 from helpers.servers import wait_until
 
@@ -21,8 +21,8 @@ from tinyvllm import SamplingParams
 from tinyvllm_extra.cli import chat
 
 # messages: lines of input, and the messages of the user. refused: words of the error by command. errors: the fixture of
-# a server or a URL, flags, and words of the error
-LINES = json.loads((Path(__file__).parents[1] / "data/chat_lines.json").read_text())
+# a server or a URL, flags, and words of the error. deltas: of a streamed answer
+LINES = read_data("chat_lines.json")
 
 
 @pytest.fixture(params=["here", "url"])
@@ -59,12 +59,8 @@ def test_chat_command_prints_errors_in_one_line(request, url, options, message):
   assert message in error_line(run_command("chat", *(["--url", url] if url else []), *options, stdin="hello\n"))
 
 
-DELTAS = [{"role": "assistant", "content": ""}, {"reasoning": "hm"}, {"content": "Yes."},
-          {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": "{}"}}]}]
-
-
 def test_chat_command_skips_deltas_without_content(monkeypatch):
-  events = [json.dumps({"choices": [{"delta": delta}]}) for delta in DELTAS] + ["[DONE]"]
+  events = [json.dumps({"choices": [{"delta": delta}]}) for delta in LINES["deltas"]] + ["[DONE]"]
   response = io.BytesIO("".join(f"data: {event}\n\n" for event in events).encode())
   monkeypatch.setattr("urllib.request.urlopen", lambda request: response)
   run = run_command("chat", "--url", "http://a.example", stdin="hello\n")

@@ -41,8 +41,6 @@ def test_strict_fields_flag_refuses_only_fields_unknown_to_official_clients(tmp_
     for row in refused_requests("strict"): check_refused(server, *row)
     ignored = {"metadata": {}, "service_tier": "auto", "user": "u", "suffix": None, "unknown": None}
     for path, body in VALID.items(): assert server.post(path, {**body, **ignored}).status_code == 200, path
-    for path, limit, name, end in (("/v1/responses", "max_output_tokens", "codex_first_turn.json", "incomplete"),
-                                   ("/v1/responses", "max_output_tokens", "codex_tool_turn.json", "incomplete"),
-                                   ("/v1/messages", "max_tokens", "claude_code_first_turn.json", "message_stop")):
+    for path, limit, name, end in read_data("server_cases.json")["agent bodies"]:
       response = server.post(path, {**read_data(name), limit: 4})
       assert response.status_code == 200 and end in response.text.splitlines()[-3], response.text

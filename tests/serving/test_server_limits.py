@@ -266,9 +266,7 @@ def test_chat_template_option_and_variables_apply(named):
   assert first == second and first["tokens"]
 
 
-@pytest.mark.parametrize("path,prompt,name", [
-  ("completions", {"prompt": "hello"}, "max_tokens"), ("chat/completions", CHAT_BODY, "max_tokens"),
-  ("chat/completions", CHAT_BODY, "max_completion_tokens"), ("responses", {"input": "hello"}, "max_output_tokens")])
+@pytest.mark.parametrize("path,prompt,name", CASES["output limits"])
 @pytest.mark.parametrize("value,number", [(None, 6), (15, 6), (3, 3)])
 def test_max_new_tokens_of_server_limits_every_request(named, path, prompt, name, value, number):
   body = {**prompt, name: value, "ignore_eos": True}

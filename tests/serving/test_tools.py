@@ -72,15 +72,10 @@ def test_openai_package_collects_streamed_tool_calls(server):
 
 def test_tool_parameters_may_reference_their_own_definitions(server):
   """pydantic writes nested models as `$defs`. Draft 7 ignores what is next to `$ref`."""
-  city = {"type": "object", "properties": {"name": {"enum": ["Rom", "Ulm"]}}, "required": ["name"],
-          "additionalProperties": False}
-  def tool(name, city): return {"type": "function", "function": {"name": name, "parameters": {
-    "$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/$defs/Place", "$defs": {"City": city, "Place": {
-      "type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"]}}}}}
-  fields = {"tool_choice": "required", "parallel_tool_calls": False}
-  (name, arguments), = parse(ask(server, tools=[tool("weather", city)], **fields))[1]
+  tools, fields = CASES["tools with definitions"], {"tool_choice": "required", "parallel_tool_calls": False}
+  (name, arguments), = parse(ask(server, tools=tools[:1], **fields))[1]
   assert name == "weather" and arguments["city"]["name"] in ("Rom", "Ulm")
-  fields |= {"tools": [tool("weather", city), tool("time", {"enum": ["UTC"]})], "temperature": 1.0}
+  fields |= {"tools": tools, "temperature": 1.0}
   calls = [call for seed in range(6) for call in parse(ask(server, **fields, seed=seed))[1]]
   assert {(name, arguments["city"] == "UTC") for name, arguments in calls} == {("weather", False), ("time", True)}
 
