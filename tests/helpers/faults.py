@@ -44,13 +44,14 @@ def fail_once(place, number):
   return lambda visited: visited == place and next(visits) == number
 
 
-def step(engine, last):
-  """Run a step, add its outputs to `last` and check the invariants. Return whether it failed."""
+def step(engine, last, watch=lambda: None):
+  """Run a step, add its outputs to `last`, check the invariants and call `watch`. Return whether it failed."""
   failed = False
   try:
     for output in engine.step(): last[output.request_id] = output
   except Failed: failed = True
   check_invariants(engine)
+  watch()
   return failed
 
 
@@ -64,9 +65,10 @@ def finish_broken(engine, place, number, requests):
   return last
 
 
-def run_random(engine, rng, count, make_request):
+def run_random(engine, rng, count, make_request, *watch):
   """Run `count` random operations, which add, abort or step, then finish. make_request: returns a prompt's ids and its
-  params. Return the requests that were not aborted, by name, their last outputs, and the number of failed steps."""
+  params. watch: called after each step. Return the requests that were not aborted, by name, their last outputs, and the
+  number of failed steps."""
   requests, last, failures, aborted = {}, {}, 0, []
   for i in range(count):
     draw, live = rng.random(), [*engine.requests]
@@ -77,16 +79,16 @@ def run_random(engine, rng, count, make_request):
       engine.abort_request(victim := rng.choice(live))
       aborted.append(requests.pop(victim))
       last.pop(victim, None)
-    else: failures += step(engine, last)
-  last, more = finish(engine, last)
+    else: failures += step(engine, last, *watch)
+  last, more = finish(engine, last, *watch)
   assert aborted, "too few operations"
   return requests, last, failures + more
 
 
-def finish(engine, last=None, limit=2000):
+def finish(engine, last=None, *watch):
   """Step until all requests finish. Return the last output of each one and the number of failed steps."""
   last, failures = {} if last is None else last, 0
-  for _ in range(limit):
+  for _ in range(2000):
     if not engine.has_unfinished_requests(): return last, failures
-    failures += step(engine, last)
-  raise AssertionError(f"not finished after {limit} steps")
+    failures += step(engine, last, *watch)
+  raise AssertionError("not finished after 2000 steps")

@@ -1,5 +1,4 @@
 """The trace of an engine's steps: what its lines add up to, also with failed, overlapped and preempted steps."""
-import itertools
 import json
 import os
 import random
@@ -11,7 +10,7 @@ from collections import Counter
 import pytest
 from helpers.commands import FLAGS, error_line, flags, run_command
 from helpers.engines import BS, ENGINE, assert_same_outputs, greedy, ids_of, prompt, set_overlap, tokens
-from helpers.faults import break_steps, step
+from helpers.faults import break_steps, run_random
 from helpers.protocol import SMALL
 from helpers.servers import LocalServer, wait_until
 from helpers.speculation import NGRAM
@@ -86,17 +85,16 @@ def test_tokens_of_a_request_add_up_to_its_prompt_and_output(folder, llm, tmp_pa
 @pytest.mark.parametrize("seed", range(4))
 def test_tables_and_cached_blocks_equal_the_engines_after_each_step(folder, tmp_path, monkeypatch, seed):
   """Random requests and aborts in a pool of 12 blocks, with two common prefixes; a tenth of the steps fails."""
-  rng, pool, states, num_failed, numbers = random.Random(seed), Pool(), {}, 0, itertools.count()
+  rng, pool, states = random.Random(seed), Pool(), {}
   llm = LLM(folder, **SMALL_POOL, trace=str(tmp_path / "trace"))
   break_steps(llm, monkeypatch, lambda place: seed % 2 and rng.random() < 0.02)
-  for i in range(300):
-    if i < 250 and rng.random() < 0.3:
-      ids = [*prompt(2 * BS, rng.randrange(2)), *prompt(rng.choice((1, 4, 9)), rng.randrange(9))]
-      llm.add_request(str(next(numbers)), tokens(ids), greedy(rng.choice((1, 3, 12)), n=rng.choice((1, 1, 3))))
-    if llm.requests and rng.random() < 0.05: llm.abort_request(rng.choice([*llm.requests]))
-    if llm.requests: num_failed += step(llm, {})
-    states.setdefault(llm.tracer.num_steps - 1, ({name_of(x): [*x.block_table] for x in llm.scheduler.running}, {
-      block: key.hex()[:16] for key, block in llm.blocks.cached_blocks.items()}))
+  def record():
+    cached = {block: key.hex()[:16] for key, block in llm.blocks.cached_blocks.items()}
+    tables = {name_of(x): [*x.block_table] for x in llm.scheduler.running}
+    states.setdefault(llm.tracer.num_steps - 1, (tables, cached))
+  *_, num_failed = run_random(llm, rng, 300, lambda: (
+    [*prompt(2 * BS, rng.randrange(2)), *prompt(rng.choice((1, 4, 9)), rng.randrange(9))],
+    greedy(rng.choice((1, 3, 12)), n=rng.choice((1, 1, 3)))), record)
   steps = read(tmp_path / "trace", llm)[1]
   for line in steps:
     pool.apply(line)
