@@ -375,9 +375,7 @@ def test_quantization_option_invalid_or_conflicting_raises(tmp_path, model, opti
     LLM(plain if model == "float" else quantized, **ENGINE, quantization=option)
 
 
-@pytest.mark.parametrize(("name", "message"), [
-  ("awq", "an fp8 checkpoint"),
-  ("compressed-tensors, packed int8", ".* but model.layers.0.*proj has 2 scales and 64 inputs")])
+@pytest.mark.parametrize(("name", "message"), REFUSED["fp8 activations"])
 def test_fp8_activations_need_fp8_weights(tmp_path, monkeypatch, name, message):
   monkeypatch.setattr("tinyvllm_extra.formats.hub.has_wgmma", lambda: True)
   with pytest.raises(InputError, match=f"^activation_quantization='fp8' needs {message}: use 'auto'"):

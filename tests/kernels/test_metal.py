@@ -9,9 +9,10 @@ from pathlib import Path
 import amd
 import pytest
 from benchmarks import backends
+from helpers.data import read_data
 from metal import Kernel, make_kernel, make_record, parse, violations
 
-SCRIPT = Path(__file__).with_name("metal.py")
+SCRIPT, CASES = Path(__file__).with_name("metal.py"), read_data("kernel_cases.json")
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +37,7 @@ def test_kernels_cover_all_parts_of_the_engine(kernels):
   assert len(kernels) > 100
 
 
-@pytest.mark.parametrize(("old", "new"), [
-  ("threadgroup_barrier(", "threadgroup_barier("), ("half4 ", "half5 "), ("= gid.x", "= gid.a.b"),
-  ("  int lidx0", "  in lidx0"), ("device half*", "device float16*"), ("uint3 lid", "uint3 lid_")])
+@pytest.mark.parametrize(("old", "new"), CASES["typos in Metal"])
 def test_parse_rejects_a_typo(kernels, old, new):
   kernel = next(kernel for kernel in kernels if old in kernel.source)
   broken = kernel._replace(source=kernel.source.replace(old, new, 1))
@@ -85,9 +84,7 @@ def main(tmp_path, monkeypatch):
   return call
 
 
-@pytest.mark.parametrize(("name", "target"), [
-  ("rdna3-llvm", "MOCKKFD+AMD:LLVM"), ("rdna3-hip", "MOCKKFD+AMD:HIPCC"),
-  ("rdna4-llvm", "MOCKKFD+AMD:LLVM:gfx1201"), ("rdna4-hip", "MOCKKFD+AMD:HIPCC:gfx1201")])
+@pytest.mark.parametrize(("name", "target"), CASES["emulated devices"])
 def test_environment_selects_emulated_device_and_compiler(repository, tmp_path, name, target):
   environment = amd.environment(amd.VARIANTS[name], tmp_path / "run")
   assert environment["DEV"] == target and environment["HCQDEV_WAIT_TIMEOUT_MS"] == "600000"

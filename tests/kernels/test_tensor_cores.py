@@ -101,9 +101,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
   "none": {}, "scale": {"scale": 0.4}, "cap": {"cap": 1.5}, "saturated cap": {"scale": 50.0, "cap": 2.0},
   "sinks": {"sinks": SINKS}, "all": ALL,
   **{f"window {n}": {"window": n} for n in (1, BS - 1, BS, BS + 1, 40, 1000)}}
-OPTION_CASES = {   # (first position, number of tokens) of each sequence, tokens with padding
-  "decode and a chunk": ([(69, 1), (38, 3), (0, 1), (BS, 1)], 8), "long chunk": ([(33, 66), (69, 1), (14, 5)], 80),
-  "decode": ([(69, 1), (40, 1)], 2), "split-KV": ([(1100, 1)], 1)}
+# (first position, number of tokens) of each sequence, tokens with padding
+OPTION_CASES = read_data("kernel_cases.json")["attention with options"]
 QUICK_OPTIONS = "cap", "sinks", f"window {BS}", "all"
 TENSOR_CORE_CASES = [*slow(*[("decode and a chunk", name) for name in (*QUICK_OPTIONS, "window 1", "window 40")]),
                      ("long chunk", "all"), *slow(*[("long chunk", name) for name in OPTIONS if name != "all"])]

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 from benchmarks.common import SHAPES
 from helpers.commands import FLAGS, PYTHONPATH, ROOT, error_line, process, run_process, run_python, start_process
+from helpers.data import read_data
 from helpers.hub import Hub
 from helpers.models import sentencepiece_model, tensor_shapes
+from helpers.parameters import mark_slow_except
 from helpers.servers import Server, wait_until
 
 from tinyvllm_extra.kernels.drivers import RESERVE
@@ -138,22 +140,14 @@ def run(*command, key=KEY, code=0):
   return process.stdout
 
 
-BEAM, SOME = r"\s+-\d+\.\d{3} (stop|length) +", r"[1-9]\d*"
+EXAMPLES, DRAWN = read_data("command_lines.json")["examples"], ("terminal", "pool_over_time")
 
 
-@pytest.mark.parametrize("script,pattern", [
-  ("quickstart", r"Hello, world!\n(.+ \[(stop|length)]\n){4}\d+ tokens/s\n"), ("streaming", r"The cat .+\n"),
-  ("ten_users", r"(.+ \(\d+ pieces, first token after \d+ ms\)\n){10}\d+ tokens in \d+ steps, .+\n"),
-  ("disaggregated", r"prompts .+ The texts are equal\.\n832 of 848 prompt tokens .+\nWorth it (.+\n){2}"),
-  ("custom_backend", r"[^\n]*\bunchanged: The cat \w[^\n]{20,}\n"),
-  ("beam_search", rf"({BEAM}'The cat [^\n]*'){{3}}({BEAM}'Once upon a time [^\n]*'){{3}}\n"),
-  pytest.param("terminal", "", marks=pytest.mark.slow),
-  pytest.param("pool_over_time", rf".*{SOME} blocks shared; {SOME} of \d+ prompt tokens cached; {SOME} preemptions.*",
-               marks=pytest.mark.slow)])
-def test_example_prints_its_texts(script, pattern, tmp_path):
-  pictures = [tmp_path / "picture.svg"] if script in ("pool_over_time", "terminal") else []
+@pytest.mark.parametrize("script", mark_slow_except(EXAMPLES.keys() - DRAWN, EXAMPLES))
+def test_example_prints_its_texts(script, tmp_path):
+  pictures = [tmp_path / "picture.svg"] if script in DRAWN else []
   arguments = [*pictures, ROOT / "tinyvllm/default_model"] if pictures else []
-  assert re.fullmatch(pattern, run(sys.executable, f"examples/{script}.py", *arguments), re.DOTALL)
+  assert re.fullmatch(EXAMPLES[script], run(sys.executable, f"examples/{script}.py", *arguments), re.DOTALL)
   assert all(file.read_text().endswith("</svg>\n") for file in pictures)
 
 

@@ -213,9 +213,7 @@ def test_cors_allows_only_the_allowed_origins(server, limited):
 # Completions and chats over HTTP equal LLM.generate with the same model, prompt and fields. `answer` checks that the
 # chunks of a stream add up to each response
 
-@pytest.mark.parametrize("path,kind,prefix", [
-  (COMPLETIONS, "text_completion", "cmpl-"), ("/generate", "text_completion", "generate-"),
-  (CHATS, "chat.completion", "chatcmpl-")])
+@pytest.mark.parametrize("path,kind,prefix", CASES["responses"])
 def test_response_has_the_fields_of_openai_and_vllm(server, folder, llm, path, kind, prefix):
   is_chat = path == CHATS
   output = expected_output(llm, chat_prompt(llm, MESSAGES) if is_chat else "the cat", **GREEDY)

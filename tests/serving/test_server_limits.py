@@ -214,10 +214,7 @@ CHAT_BODY = {"messages": [{"role": "user", "content": "the cat"}]}
 
 @pytest.fixture(scope="module")
 def named(folder):
-  options = ["--served-model-name", "first", "second", "--api-key", "key-1", "key-2", "--root-path", "/llm",
-             "--chat-template", "{{ messages[0].content }} {{ word }}", "--default-chat-template-kwargs.word", "sat",
-             "--override-generation-config", '{"max_new_tokens": 6, "temperature": 0}']
-  with LocalServer(folder, *flags(**SMALL), *options) as named: yield named
+  with LocalServer(folder, *flags(**SMALL), *CASES["options of vLLM"]) as named: yield named
 
 
 def bearer(key): return {"Authorization": f"Bearer {key}"}
