@@ -18,7 +18,7 @@ from tinyvllm import LLM
 from tinyvllm_extra.programs import prepare_device as open_device
 
 # Folders whose engines run on the fake device, except in modules with `pytestmark = pytest.mark.real`
-FAKE = {"core", "sampling", "text", "cache", "trace", "serving", "cli", "page"}
+FAKE = {"core", "sampling", "text", "cache", "trace", "serving", "router", "cli", "page"}
 # `pytest -m quick` runs the tests in these files of the default lane
 QUICK = {"test_errors.py", "test_fields.py", "test_memory.py", "test_scheduler.py", "test_size.py", "test_stops.py",
          "test_structure.py", "test_tokenizer.py", "test_tools.py", "test_vllm_commands.py"}

@@ -33,6 +33,7 @@ from tinyvllm_extra.formats import fit
 from tinyvllm_extra.formats.fit import estimate_fit, prequantized
 from tinyvllm_extra.kernels import FastBackend, cuda_source, drivers, products
 from tinyvllm_extra.kernels.drivers import DriverMemory
+from tinyvllm_extra.options import LLMConfig
 
 GIB = 2**30
 CASES = read_data("doctor.json")   # facts of backends, outputs of their processes, reports
@@ -467,7 +468,8 @@ def test_bytes_of_weights_equal_fit_of_doctor(tmp_path, stored, dtype, tied, qua
     write_safetensors(file, weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}, stored)
   hf = json.loads((path / "config.json").read_text())
   row = {"dtype": dtype, "float32": True, "float16": True, "bfloat16": True, "free_gib": 1}
-  expected = fit.estimate_fit("x", hf | {"dtype": stored}, row, quantization)["weights_gib"] * GIB
+  config = LLMConfig(quantization=quantization)
+  expected = fit.estimate_fit("x", hf | {"dtype": stored}, row, config)["weights_gib"] * GIB
   (path / "config.json").write_text(json.dumps(hf | {"dtype": "float64"}))
   checkpoint = open_model(path, getattr(dtypes, dtype), backend=FastBackend())
   assert fit.checkpoint_bytes(checkpoint, quantization) == expected

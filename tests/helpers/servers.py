@@ -188,8 +188,9 @@ class LocalServer(Client):
     self.patch.setattr(app.protocol, "unknown_fields", SimpleNamespace(strict=False, names=set()))
     before(self.patch)
     args = parse_command("serve", *([model] if model else []), *options, "--port", "0")
-    folder, engine, config = serve.read_arguments(args)
-    self.server = app.Server(folder, engine, config)
+    models = serve.hub.named_models(args.get("model", []), args.get("models_dir"))
+    self.server = serve.make_router(args, models) if models else app.Server(*serve.read_arguments(args))
+    config = self.server.options
     self.stderr = io.StringIO()
     self.handler = logging.StreamHandler(self.stderr)
     for name in ("tinyvllm", "uvicorn.error"): logging.getLogger(name).addHandler(self.handler)   # after uvicorn's own

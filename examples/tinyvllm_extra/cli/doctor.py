@@ -18,6 +18,7 @@ from tinyvllm_extra.formats import gguf, hub
 from tinyvllm_extra.formats.fit import DTYPES, GIB, QUANTIZED, estimate_fit, is_in_layer, open_device, prequantized
 from tinyvllm_extra.kernels import drivers, kernel_cache, make_backend, matmul, products
 from tinyvllm_extra.models.matrices import NUMBER_FORMATS
+from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.programs import prepare_tuned_device, tiles_path
 
 LIMIT = 90   # timeout of a backend's process, in seconds
@@ -160,9 +161,9 @@ def make_report(seconds: float, models: dict[str, JsonObject], kv_cache_dtype: s
   return {"machine": machine, "compiler": {"path": compiler, "version": version}, "backends": backends,
           "chosen": default_rows[0]["backend"] if default_rows else None,
           "why": why if default_rows else f"{why}: {default.get('reason', 'it failed in the second test')}",
-          "fit": [estimate_fit(name, hf, row, x, kv_cache_dtype) for row in (default_rows or opened)[:1]
-                  for name, hf in models.items()
-                  for x in ([prequantized(hf)] if prequantized(hf) else [None, *QUANTIZED])]}
+          "fit": [estimate_fit(name, hf, row, LLMConfig(quantization=x, kv_cache_dtype=kv_cache_dtype))
+                  for row in (default_rows or opened)[:1] for name, hf in models.items()
+                  for x in ([None] if prequantized(hf) else [None, *QUANTIZED])]}
 
 
 def table(rows: list[JsonObject], *columns: str) -> list[str]:

@@ -4,10 +4,14 @@ import os, pathlib, signal, socket
 from tinyvllm.config import InputError, JsonObject, check
 from tinyvllm_extra import models, options, vllm_options
 from tinyvllm_extra.formats import hub
+from tinyvllm_extra.formats.fit import estimate_fit
+from tinyvllm_extra.router.children import Child
+from tinyvllm_extra.router.proxy import Router
 from tinyvllm_extra.serving.app import Server, ServerConfig
 from tinyvllm_extra.trace import player
 
-from .flags import select_options
+from . import doctor
+from .flags import FLAGS, select_options, to_words
 
 
 def check_address(host: str, port: int, uds: str | None) -> None:
@@ -32,18 +36,44 @@ def check_model(model: str, options: JsonObject) -> pathlib.Path:
 def read_arguments(args: JsonObject) -> tuple[str | None, JsonObject, ServerConfig]:
   """Return the model folder, the options of LLM and the server's options. Raises InputError for an invalid option."""
   engine = select_options(args, options.LLMConfig)
-  vllm_options.read_options(engine, args.get("model"))
-  return args.get("model"), engine, ServerConfig(**select_options(args, ServerConfig))
+  model, = args["model"] if isinstance(args.get("model"), list) else [args.get("model")]
+  vllm_options.read_options(engine, model)
+  return model, engine, ServerConfig(**select_options(args, ServerConfig))
+
+
+def make_router(args: JsonObject, models: dict[str, JsonObject]) -> Router:
+  """Return the router of several models. models: their options by name. Raises InputError for a wrong option."""
+  config, device = ServerConfig(**select_options(args, ServerConfig)), doctor.run_probe(os.environ.get("DEV", ""), 0)
+  check(device["opens"], f"no device opens: {device.get('reason')}")
+  for name in FLAGS["of_one_model"]: check(name not in args, f"{name}: set it for one of the models, in --config FILE")
+  shared = {name: x for name, x in args.items() if name not in (*FLAGS["of_router"], *FLAGS["not_shared"])}
+  children = list[Child]()
+  for name, own in models.items():
+    words = to_words(shared | own)
+    parsed = args["root"].commands["serve"].parse_options(f"model {name}", words)
+    for x in FLAGS["of_router"]: check(x not in parsed, f"model {name}: {x} must be set for all models")
+    model, engine, _ = read_arguments(parsed)
+    hf, _ = doctor.read_model(check_model(str(model), engine))
+    fit = estimate_fit(name, hf, device, vllm_options.read_options(engine, model))
+    share = parsed.get("gpu_memory_utilization") or fit["shared_gib"] / device["free_gib"]
+    children.append(Child(name, words, share, config.shutdown_timeout + 10))
+  return Router(children, args.get("gpu_memory_utilization", options.LLMConfig().gpu_memory_utilization), config)
+
+
+def make_server(args: JsonObject) -> Server:
+  """Return the server of one model. Raises InputError unless it can load the model."""
+  model, engine, config = read_arguments(args)
+  if model: check_model(model, engine)
+  return Server(model, engine, config, player.routes(engine["trace"]) if engine.get("trace") else None)
 
 
 def main(args: JsonObject) -> int:
   """Run `tinyvllm serve` and return the exit code. Raises any exception that loading the model raised."""
-  folder, engine, config = read_arguments(args)
   options.setup_logging(is_server=True)
-  if folder: check_model(folder, engine)   # before listening
-  check_address(config.host, config.port, config.uds)
-  server = Server(folder, engine, config, player.routes(engine["trace"]) if engine.get("trace") else None)
-  serving = server.serving
+  models = hub.named_models(args.get("model", []), args.get("models_dir"))
+  server = make_router(args, models) if models else make_server(args)
+  config, serving = server.options, server.serving
+  check_address(config.host, config.port, config.uds)   # before the model is loaded
   def save(*_: object) -> None:
     if serving.llm: serving.llm.save_prefix_cache()
   if config.prefix_cache_file: signal.signal(signal.SIGUSR1, save)

@@ -39,26 +39,30 @@ def prequantized(hf: JsonObject) -> str | None:
   return next((name for name in QUANTIZED if int(name[3:]) in bits), None)
 
 
-def estimate_fit(name: str, hf: JsonObject, row: JsonObject, quantization: str | None = None,
-                 kv_cache_dtype: str = "auto") -> JsonObject:
-  """Return a model's memory use on a backend, and the number of KV cache tokens that fit. hf: the content of
-  config.json. row: the backend's facts. Raises InputError for an unsupported model."""
+def estimate_fit(name: str, hf: JsonObject, row: JsonObject,
+                 config: LLMConfig = LLMConfig()) -> JsonObject:   # noqa: B008
+  """Return a model's memory use on a backend, alone and beside others, and the number of KV cache tokens that fit. hf:
+  the content of config.json. row: the backend's facts. Raises InputError for an unsupported model."""
   shape, model_class = models.choose_model(hf, pathlib.Path(name))
+  quantization = prequantized(hf) or config.quantization
   sizes = {dtype: getattr(dtypes, dtype).itemsize for dtype in DTYPES if row[dtype]}
   # Weights keep the checkpoint's dtype if it is narrower
   stored = min(row["dtype"], hf.get("dtype") or hf.get("torch_dtype"), key=lambda dtype: sizes.get(dtype, 4))
   with Context(DEV="NULL"):   # NULL supports every dtype; empty tensors use no memory
-    options = LLMConfig(kv_cache_dtype=kv_cache_dtype, block_size=1)
+    options = LLMConfig(kv_cache_dtype=config.kv_cache_dtype, block_size=1)
     cache = kernels.FastBackend().kv_layout(shape, options, getattr(dtypes, row["dtype"]))
   weights = weight_bytes(plain_weights(shape, model_class), quantization, sizes[stored])
   # A step reads few rows of the embeddings, but the whole output head
   read = weights - (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * sizes[stored])
   per_token = state_shapes(shape).count(()) * sum(math.prod(part) * dtype.itemsize for part, dtype in cache)   # bytes
-  state_bytes = 4 * sum(math.prod(x) for x in state_shapes(shape) if x) * (LLMConfig().max_num_seqs + 1)
-  left = int(row["free_gib"] * GIB * LLMConfig().gpu_memory_utilization) - weights - state_bytes
-  most = max(drivers.CPU_CACHE, shape.max_position_embeddings * per_token) if row.get("backend") == "CPU" else left
+  states = 4 * sum(math.prod(x) for x in state_shapes(shape) if x) * (config.max_num_seqs + 1)
+  left = int(row["free_gib"] * GIB * config.gpu_memory_utilization) - weights - states
+  sequence = (config.max_model_len or shape.max_position_embeddings) * per_token
+  most = max(drivers.CPU_CACHE, sequence)   # of the KV cache on a CPU, or beside other models
   return {"model": name, "dtype": row["dtype"], "stored": quantization or stored, "weights_gib": weights / GIB,
-          "fits": left >= per_token, "kv_tokens": max(0, min(left, most)) // per_token,
+          "shared_gib": (drivers.RESERVE + weights + states + min(most, config.max_num_seqs * sequence)) / GIB,
+          "fits": left >= per_token,
+          "kv_tokens": max(0, min(left, most) if row.get("backend") == "CPU" else left) // per_token,
           "tokens_per_s_at_most": row.get("gb_per_s", 0) * 1e9 / read}
 
 

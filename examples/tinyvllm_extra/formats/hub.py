@@ -1,11 +1,11 @@
 """Finds a model on disk, or downloads it from the Hugging Face hub into the hub's cache, and opens it. A path that
 exists is never looked up on the hub."""
-import dataclasses, difflib, glob, importlib, os, pathlib, re, shutil, types
+import dataclasses, difflib, glob, importlib, json, os, pathlib, re, shutil, types
 from collections.abc import Iterator
 
 from tinygrad.helpers import size_to_str
 
-from tinyvllm.config import InputError, check, logger, read_json
+from tinyvllm.config import InputError, JsonObject, check, logger, read_json
 from tinyvllm_extra.kernels.cuda_source import has_wgmma, speaks_c
 from tinyvllm_extra.models import text_config
 from tinyvllm_extra.options import LLMConfig, optional, setup_logging
@@ -31,6 +31,23 @@ def served_name(model: str | None) -> str:
   """Return the model's default name in the API: its name on the hub, as in vLLM, or the name of its folder or file."""
   if model is None or match_name(model): return model or "tinyvllm"
   return pathlib.Path(model).resolve().name.removesuffix(".gguf")
+
+
+def named_models(words: str | list[str], folder: str | None) -> dict[str, JsonObject]:
+  """Return the options of models by name, if there are several or one with a name. words: a path, or several, each also
+  NAME=PATH or a JSON object of options by name. folder: has models as folders and GGUF files. Raises InputError."""
+  models: JsonObject = {}
+  for path in sorted(pathlib.Path(folder).expanduser().glob("*")) if folder else ():
+    is_file = re.search(r"(?i)(-00001-of-\d{5}|(?<!-\d{5}-of-\d{5}))\.gguf$", path.name)   # or the first part of one
+    if is_file or (path / "config.json").exists(): models[served_name(str(path))] = str(path)
+  check(models or not folder, f"models_dir={folder!r} has no folder of a model and no GGUF file")
+  words = [words] if isinstance(words, str) else words
+  plain = [word for word in words if os.path.exists(word) or "=" not in word and word[:1] != "{"]
+  for word in words:
+    if word not in plain: models |= json.loads(word) if word[0] == "{" else dict([word.split("=", 1)])
+  if models or len(plain) > 1: models |= {served_name(word): word for word in plain}
+  check(not models or len(models) >= len(words), f"model={words!r} must have different names")
+  return {name: x if isinstance(x, dict) else {"model": x} for name, x in models.items()}
 
 
 def local_path(model: str | pathlib.Path, config: LLMConfig = LLMConfig()) -> pathlib.Path:   # noqa: B008
@@ -162,8 +179,7 @@ class Repository:
     weights = sum(self.sizes[file] for file in files) / fit.GIB   # GGUF's; others are estimated
     if "config.json" in files:
       path = self.hub.hf_hub_download(self.name, "config.json", revision=self.commit, cache_dir=self.cache)
-      hf = read_json(pathlib.Path(path))
-      weights = fit.estimate_fit(self.name, hf, device, fit.prequantized(hf) or config.quantization)["weights_gib"]
+      weights = fit.estimate_fit(self.name, read_json(pathlib.Path(path)), device, config)["weights_gib"]
     available = device["free_gib"] * config.tensor_parallel_size
     text = f"downloading {self.name}: {size_to_str(size)} in {len(missing)} files to {self.cache}; the weights use " \
       f"{weights:.2f} of {available:.2f} GiB of free memory"

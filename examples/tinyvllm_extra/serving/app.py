@@ -182,11 +182,14 @@ class Server(uvicorn.Server):
     logger.info(f"listening on {self.options.uds or self.address()}; requests get HTTP 503 until the model is ready")
     threading.Thread(target=self.prepare, daemon=True).start()   # daemon: a signal does not wait for it
 
+  def load(self) -> None:
+    """Load the model and the adapters of --lora-modules."""
+    self.serving.llm = self.open_engine()
+    for name, path in self.options.adapters.items(): self.serving.add_adapter(name, path)
+
   def prepare(self) -> None:
-    """Load the model and the adapters of --lora-modules, wait until requests can run, and log the URLs."""
-    try:
-      self.serving.llm = self.open_engine()
-      for name, path in self.options.adapters.items(): self.serving.add_adapter(name, path)
+    """Load the model, wait until requests can run, and log the URLs."""
+    try: self.load()
     except Exception as error:
       self.error = error
       self.should_exit = True
@@ -218,9 +221,9 @@ class Server(uvicorn.Server):
 
   async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
     """Wait for all responses, as uvicorn does, but abort requests after the shutdown timeout."""
-    serving = self.serving
-    logger.info(f"shutting down: {len(serving.requests)} requests have {self.options.shutdown_timeout} s to finish")
-    asyncio.get_running_loop().call_later(self.options.shutdown_timeout, serving.abort, serving.requests)
+    serving, seconds = self.serving, self.options.shutdown_timeout
+    logger.info(f"shutting down: {len(self.server_state.tasks)} requests have {seconds} s to finish")
+    asyncio.get_running_loop().call_later(seconds, serving.abort, serving.requests)
     await super().shutdown(sockets)
     if serving.llm and self.options.prefix_cache_file: await asyncio.to_thread(serving.llm.shutdown)   # ignores signals
 

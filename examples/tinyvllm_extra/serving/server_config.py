@@ -11,6 +11,8 @@ class ServerConfig(Options):
   host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0: every network interface")
   port: int = option(8000, "TCP port; 0: any free port", min=0, max=65535)
   api_key: list[str] | None = option(None, "API keys of clients (default: $TINYVLLM_API_KEY)")
+  models_dir: str | None = option(None, "Folder of models, started by requests (default: none)")
+  model_ttl: float | None = option(None, "Seconds until an idle model stops (default: none)", min=0.001, max=2**31)
   served_model_name: list[str] | None = option(None, "Model names in the API (default: folder name)")
   max_queue: int = option(256, "Maximum waiting sequences, then HTTP 429", min=0, max=2**31 - 1)
   request_timeout: float | None = option(None, "Seconds until a request aborts (default: none)", min=0.001, max=2**31)
