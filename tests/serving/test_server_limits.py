@@ -85,14 +85,14 @@ def test_endless_chunked_body_is_413_before_its_end(limited):
 
 async def test_body_of_a_request_without_key_is_not_kept():
   """The key is checked before the body is read: nobody can fill the memory without one."""
-  gate = app.Gate(None, app.ServerConfig(api_key=["secret"], max_body_size=4096), lambda: None)
+  gate = app.gate(None, app.ServerConfig(api_key=["secret"], max_body_size=4096), lambda: None)
   sent, chunks = [], [{"type": "http.request", "body": b"x" * 1000, "more_body": i < 3} for i in range(4)]
 
   async def receive(): return chunks.pop(0)
   async def send(message): sent.append(message)
-  with patch.object(app.Gate, "read_body", autospec=True, side_effect=app.Gate.read_body) as read_body:
+  with patch.object(app, "read_body", autospec=True, side_effect=app.read_body) as read_body:
     await gate({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, send)
-  read_body.assert_called_once_with(gate, ANY, 0)
+  read_body.assert_called_once_with(ANY, 0, 8 * 4096)
   assert sent[0]["status"] == 401 and not chunks
 
 

@@ -147,8 +147,7 @@ class DriverMemory(Memory):
     return max(0, free - RESERVE) // len(devices) if devices[0].startswith("CPU") else free
 
   def largest_tensor(self) -> int:
-    limit = device_memory(Device.DEFAULT).largest if Device.DEFAULT in READERS else 0
-    return limit or super().largest_tensor()
+    return device_memory(Device.DEFAULT).largest or super().largest_tensor()
 
   def max_blocks(self, num_bytes: int, block_bytes: int, min_blocks: int) -> int:
     """Round down, because the kernel cache depends on this number. On a CPU, use at most CPU_CACHE."""

@@ -18,7 +18,7 @@ from tinyvllm_extra.models.matrices import (STORED, UNQUANTIZED, Matrix, Quantiz
 from . import cuda_source, products
 from .buffers import local_ids, new, partial_sums
 from .cpu import SUMS
-from .schedule import add_up, axis, call, divisor, end, fold, kernel_of, lane_axis, unrolled
+from .schedule import axis, call, divisor, end, fold, kernel_of, lane_axis, unrolled
 
 
 class FastLinear(Linear):
@@ -224,7 +224,7 @@ class FastNorm(Norm):
     if cpu_cores(): t, lane = UOp.range(T, 0), UOp.range(lanes, 1, AxisType.UPCAST)
     def load(loop_type: AxisType, wide_type: AxisType, first: int) -> tuple[UOp, UOp]:   # a lane's column and number
       column = (axis(K // wide // lanes, first, loop_type) * lanes + lane) * wide + axis(wide, first + 1, wide_type)
-      return column, add_up([y[i + t, column].float() for y in (x, *partials) for i in range(0, y.max_shape[0], T)])
+      return column, UOp.usum(*[y[i + t, column].float() for y in (x, *partials) for i in range(0, y.max_shape[0], T)])
     value = load(AxisType.REDUCE, AxisType.UNROLL, 2)[1]
     scale = (sum_of_lanes(fold(value * value), lane, lanes) / K + self.eps).rsqrt()
     column, value = load(AxisType.LOOP, AxisType.UPCAST, 8)

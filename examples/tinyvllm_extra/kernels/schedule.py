@@ -59,7 +59,6 @@ def field(tokens: UOp, name: str, t: UOp) -> UOp:
   return tokens[[*TOKENS.formats].index(name), t].load().cast(dtypes.weakint)
 
 
-def add_up(terms: Sequence[UOp]) -> UOp: return functools.reduce(UOp.add, terms)
 def largest(numbers: Sequence[UOp]) -> UOp: return functools.reduce(UOp.maximum, [x.maximum(-x) for x in numbers])
 
 
@@ -70,7 +69,7 @@ def mean(values: Sequence[UOp], logs: Sequence[UOp], sinks: Sequence[UOp] = (), 
   highest = functools.reduce(UOp.maximum, logs)
   weights = [(x - highest).exp2() for x in logs]
   # A sink's value is 0
-  return add_up([x * weight for x, weight in zip(values, weights, strict=False)]) / add_up(weights)
+  return UOp.usum(*[x * weight for x, weight in zip(values, weights, strict=False)]) / UOp.usum(*weights)
 
 
 def call(kernel: Callable[[dict[str, UOp]], UOp], **tensors: Tensor | None) -> list[Tensor]:

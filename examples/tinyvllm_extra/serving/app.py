@@ -24,58 +24,56 @@ MAX_HEADERS = 2**16   # maximum size of a request's headers in bytes
 Routes = dict[str, Callable[..., object]]   # functions by path
 
 
-class Gate:
+def gate(app: ASGIApp, options: ServerConfig, not_ready: Callable[[], fastapi.Response | None]) -> ASGIApp:
   """ASGI middleware in front of all routes: limits the body size, checks the API key, returns HTTP 503 until the server
   is ready, and cancels the route when the client disconnects. not_ready: returns the 503 response, None once ready."""
-  def __init__(self, app: ASGIApp, options: ServerConfig, not_ready: Callable[[], fastapi.Response | None]):
-    self.app = app
-    self.options = options
-    self.keys = [*map(os.fsencode, options.keys)]
-    self.not_ready = not_ready
+  keys, limit = [*map(os.fsencode, options.keys)], options.max_body_size
 
-  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+  async def answer(scope: Scope, receive: Receive, send: Send) -> None:
     # ASGI 2.4: else each stream has another task, which waits for the disconnect, too
-    scope.update(root_path=self.options.root_path, asgi={"version": "3.0", "spec_version": "2.4"})
-    refusal = self.refusal(scope["path"].removeprefix(scope["root_path"]), Headers(scope=scope))
-    try: body = await self.read_body(fastapi.Request(scope, receive), 0 if refusal else self.options.max_body_size)
+    scope.update(root_path=options.root_path, asgi={"version": "3.0", "spec_version": "2.4"})
+    path, headers = scope["path"].removeprefix(scope["root_path"]), Headers(scope=scope)
+    refusal = refuse(path, headers, keys) or (None if path in OPEN_PATHS else not_ready())
+    try: body = await read_body(fastapi.Request(scope, receive), 0 if refusal else limit, 8 * limit)
     except starlette.requests.ClientDisconnect: return
-    if body is None: refusal = refusal or ErrorJSON(413, "the body is larger than --max-body-size="
-                                                         f"{self.options.max_body_size} bytes")
+    if body is None: refusal = refusal or ErrorJSON(413, f"the body is larger than --max-body-size={limit} bytes")
     if refusal: return await refusal(scope, receive, send)
     request = [{"type": "http.request", "body": body}]
     disconnect = asyncio.ensure_future(receive())
     async def replay() -> Message: return request.pop() if request else await asyncio.shield(disconnect)
-    route = asyncio.ensure_future(self.app(scope, replay, send))
+    route = asyncio.ensure_future(app(scope, replay, send))
     try: await asyncio.wait((disconnect, route), return_when=asyncio.FIRST_COMPLETED)
     finally:
       for task in (disconnect, route): task.cancel()
     with contextlib.suppress(asyncio.CancelledError, Exception): await route   # `explain` has responded and logged it
+  return answer
 
-  async def read_body(self, request: fastapi.Request, limit: int) -> bytes | None:
-    """Return the request body, or None if it is larger than `limit`. Read and discard up to 8 times the maximum size
-    first, because clients read the response only after sending the body. Raises ClientDisconnect."""
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > 8 * self.options.max_body_size: return None
-    size = 0
-    chunks: list[bytes] = []
-    async for chunk in request.stream():
-      size += len(chunk)
-      if size <= limit: chunks.append(chunk)
-      if size > 8 * self.options.max_body_size: break
-    return b"".join(chunks) if size <= limit else None
 
-  def refusal(self, path: str, headers: Headers) -> fastapi.Response | None:
-    """Return the error response to send instead of calling a route, whatever the body is, or None."""
-    if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
-      return ErrorJSON(431, f"the headers are larger than {MAX_HEADERS} bytes")
-    if path in OPEN_PATHS: return None
-    encoding = headers.get("content-encoding", "identity")
-    if encoding != "identity": return ErrorJSON(415, f"Content-Encoding: {encoding} is not supported: use none")
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    values = [token if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]   # bytes, decoded as latin-1
-    if self.keys and not any(hmac.compare_digest(x.encode("latin-1"), key) for x in values for key in self.keys):
-      return ErrorJSON(401, "missing or wrong API key: send the header Authorization: Bearer KEY")
-    return self.not_ready()
+async def read_body(request: fastapi.Request, limit: int, max_read: int) -> bytes | None:
+  """Return the request body, or None if it is larger than `limit`. Read and discard up to `max_read` bytes first,
+  because clients read the response only after sending the body. Raises ClientDisconnect."""
+  length = request.headers.get("content-length", "")
+  if length.isdecimal() and int(length) > max_read: return None
+  size = 0
+  chunks: list[bytes] = []
+  async for chunk in request.stream():
+    size += len(chunk)
+    if size <= limit: chunks.append(chunk)
+    if size > max_read: break
+  return b"".join(chunks) if size <= limit else None
+
+
+def refuse(path: str, headers: Headers, keys: list[bytes]) -> fastapi.Response | None:
+  """Return the error response for a request's headers, or None. keys: of clients; empty: any may call the API."""
+  if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
+    return ErrorJSON(431, f"the headers are larger than {MAX_HEADERS} bytes")
+  if path in OPEN_PATHS: return None
+  encoding = headers.get("content-encoding", "identity")
+  if encoding != "identity": return ErrorJSON(415, f"Content-Encoding: {encoding} is not supported: use none")
+  scheme, _, token = headers.get("authorization", "").partition(" ")
+  values = [token if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]   # bytes, decoded as latin-1
+  if not keys or any(hmac.compare_digest(x.encode("latin-1"), key) for x in values for key in keys): return None
+  return ErrorJSON(401, "missing or wrong API key: send the header Authorization: Bearer KEY")
 
 
 def access_log(app: ASGIApp, options: ServerConfig) -> ASGIApp:
@@ -134,7 +132,7 @@ class Server(uvicorn.Server):
     self.loads_adapters = engine_options.get("enable_lora") and (options.keys or allows_loads)
     self.serving = PoolingServing(options.served_model_name or [hub.served_name(model)], options)
     protocol.unknown_fields.strict = options.strict_fields
-    app: ASGIApp = Gate(self.routes(more or {}), options, self.not_ready)
+    app: ASGIApp = gate(self.routes(more or {}), options, self.not_ready)
     if options.allowed_origins:
       app = cors.CORSMiddleware(app, parse_origins(options.allowed_origins), allow_methods=["*"], allow_headers=["*"])
     super().__init__(uvicorn.Config(access_log(app, options), options.host, options.port, options.uds, log_config=None,

@@ -35,7 +35,7 @@ class CaptureThread(threading.Thread):
   """Runs `capture`, with low priority once the captured steps can run all requests: see `ready`."""
   def __init__(self, captures: Iterator[str]):
     super().__init__(target=self.capture, args=(captures,), name=CAPTURES, daemon=True)
-    self.progress = next(captures, "")   # "" once requests can run
+    self.progress = next(captures, "")
     self.ready = threading.Event()
     self.should_end = False
     atexit.register(self.allow_exit)
@@ -58,7 +58,6 @@ class CaptureThread(threading.Thread):
     except Exception:
       if threading.main_thread().is_alive():   # else the exit has ended the threads that compile
         logger.exception("a capture failed; its steps will be captured when they run")
-    self.progress = ""
     self.ready.set()
     atexit.unregister(self.allow_exit)
 
@@ -215,7 +214,8 @@ class AsyncLLM:
     may call this."""
     if self._driver.prefix_cache_file: self._driver.inbox.put(self._driver.save)
 
-  state = property(lambda self: self._driver.captures.progress)   # capture progress, "" once requests can run
+  # Capture progress, "" once requests can run
+  state = property(lambda self: "" if self._driver.captures.ready.is_set() else self._driver.captures.progress)
 
   async def generate(self, prompt: Prompt, params: Params = None, request_id: str | None = None,
                      priority: int = 0, lora_request: LoRARequest | None = None) -> AsyncGenerator[RequestOutput, None]:

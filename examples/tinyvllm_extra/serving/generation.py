@@ -36,7 +36,7 @@ class Serving:
 
   @property
   def loaded(self) -> AsyncLLM:
-    assert self.llm, "Gate answers requests until the model is loaded"
+    assert self.llm, "`gate` answers requests until the model is loaded"
     return self.llm
 
   @property

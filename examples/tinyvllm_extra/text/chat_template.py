@@ -38,22 +38,6 @@ def compile_template(source: str) -> tuple[Callable[..., str], bool]:
   return render, END.strip() in text and "type'" not in text and 'type"' not in text
 
 
-def render_conversation(messages: Messages, source: str, apply: Callable[[Messages], str]) -> str:
-  """Return the prompt of a conversation. source: the chat template. apply: renders a form of the conversation with it.
-
-  Raises InputError if the template fails for all forms of the conversation, or would leave out an instruction."""
-  check(all(isinstance(x, dict) for x in messages), "messages: each message must be an object with role and content")
-  later = [plain_text(x).strip() for x in messages[1:] if x.get("role") in INSTRUCTIONS]
-  errors = []
-  for form in forms([adapt(message, source) for message in messages]):
-    try:
-      text = apply(form)
-      for x in later: check(x in text, f"messages: the chat template leaves out the instruction {x[:100]!r}")
-      return text
-    except InputError as e: errors.append(e)
-  raise errors[0]   # there is at least one form
-
-
 def render(source: str, messages: Messages, continue_final_message: bool, variables: JsonObject) -> str:
   optional("jinja2.sandbox", "hf", "a chat template")
   try:

@@ -1,16 +1,16 @@
 """Tokenizers with special tokens, from sentencepiece's tokenizer.model or Hugging Face's tokenizer.json (tokenizers),
 and chat templates (jinja2)."""
-import dataclasses, functools, itertools, math, pathlib, re
+import dataclasses, itertools, math, pathlib, re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sentencepiece import SentencePieceProcessor
 
 from tinyvllm import tokenizer
-from tinyvllm.config import JsonObject, check, read_json
+from tinyvllm.config import InputError, JsonObject, check, read_json
 from tinyvllm_extra.options import optional
 
-from . import chat_template
+from .chat_template import INSTRUCTIONS, adapt, forms, plain_text, render
 
 if TYPE_CHECKING: import tokenizers
 
@@ -89,12 +89,22 @@ class ChatTokenizer(tokenizer.Tokenizer):
     tokens = {k: v for k, v in self.config.items() if k.endswith("_token") and isinstance(v, str)}
     variables = {**tokens, **self.template_variables, **variables}
     variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
-    return chat_template.render(source, messages, continue_final_message, variables)
+    return render(source, messages, continue_final_message, variables)
 
   def render_conversation(self, messages: list[JsonObject], **options: Any) -> str:
-    """Like apply_chat_template, but in a form of the conversation that the template accepts."""
+    """Like apply_chat_template, but in a form of the conversation that the template accepts. Raises InputError if it
+    fails for all forms, or would leave out an instruction."""
+    check(all(isinstance(x, dict) for x in messages), "messages: each message must be an object with role and content")
     source = self.template(bool(options.get("tools")), options.get("chat_template")) or ""
-    return chat_template.render_conversation(messages, source, functools.partial(self.apply_chat_template, **options))
+    later = [plain_text(x).strip() for x in messages[1:] if x.get("role") in INSTRUCTIONS]
+    errors = []
+    for form in forms([adapt(message, source) for message in messages]):
+      try:
+        text = self.apply_chat_template(form, **options)
+        for x in later: check(x in text, f"messages: the chat template leaves out the instruction {x[:100]!r}")
+        return text
+      except InputError as e: errors.append(e)
+    raise errors[0]   # there is at least one form
 
   def encode_chat(self, messages: list[JsonObject], template: JsonObject | None = None,
                   **unknown: object) -> tuple[str, list[int]]:
