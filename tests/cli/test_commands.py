@@ -324,10 +324,8 @@ def test_add_flags_reads_types_and_help_from_fields(monkeypatch, capsys):
   parser, helper = CommandParser(), CommandParser()
   add_flags(parser, "", [], Described)
   add_flags(helper, "", ["--help-all"], Described)
-  words = "--sizes 1 2k --sizes 3 --names 4 --ratio 0.5 --limit auto --mode b --no-fast --deep --kind kind-9"
-  assert select_options(vars(parser.parse_args([*words.split(), "--table", '{"a": 1}'])), Described) == {
-    "sizes": [1, 2000, 3], "names": ["4"], "ratio": 0.5, "limit": None, "mode": "b", "fast": False, "deep": True,
-    "table": {"a": 1}, "kind": "kind-9"}
+  words, expected = COMMANDS["parsed options"]
+  assert select_options(vars(parser.parse_args(words)), Described) == expected
   assert select_options(vars(parser.parse_args([])), Described) == {}
   assert re.findall(r"^(\w+):$", parser.format_help(), re.M) == ["options", "Model"]
   with pytest.raises(SystemExit): helper.parse_args(["--help-all"])

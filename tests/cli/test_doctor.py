@@ -369,10 +369,6 @@ def sizes_of(config):
   return {None: rest + 4 * matrices, "int8": rest + matrices * 17 // 16, "int4": rest + matrices * 5 // 8}
 
 
-@pytest.fixture(scope="module")
-def deep_folder(tmp_path_factory): return tiny_model(tmp_path_factory.mktemp("deep"), num_hidden_layers=12)
-
-
 TINY_BYTES = sizes_of(tiny_config())
 DEEP_BYTES = sizes_of(tiny_config(num_hidden_layers=12))   # most weights are in matrices
 # Bytes that loading takes: the weights, and copies of the largest matrix of a layer, (64, 32) in float32
@@ -391,15 +387,16 @@ def test_model_whose_weights_just_fit_starts(folder, error_of):
 @pytest.mark.parametrize("quantization,free,remedy", [
   (None, NEEDED["int8"], "int8"), (None, NEEDED["int8"] - 1, "int4"), (None, NEEDED["int4"], "int4"),
   ("int8", NEEDED["int4"], "int4"), *[(name, DEEP_BYTES["int4"] - 1, None) for name in DEEP_BYTES]])
-def test_model_above_free_memory_is_refused_with_remedy(deep_folder, error_of, monkeypatch, quantization, free, remedy):
+def test_model_above_free_memory_is_refused_with_remedy(tmp_path, error_of, monkeypatch, quantization, free, remedy):
+  tiny_model(tmp_path, num_hidden_layers=12)
   monkeypatch.setattr(fit, "GIB", 1000)   # the tiny model would need 0.00 GiB
   text = f"no quantization fits: choose a smaller model, or provide {NEEDED['int4'] / 1000:.2f} GiB"
   if remedy:
     text = f"use quantization={remedy!r} (--quantization {remedy}), which takes {DEEP_BYTES[remedy] / 1000:.2f} GiB"
-    assert not error_of(deep_folder, free, remedy)
-  start = f"model: {deep_folder} needs {DEEP_BYTES[quantization] / 1000:.2f} GiB for its weights, but CPU has " \
+    assert not error_of(tmp_path, free, remedy)
+  start = f"model: {tmp_path} needs {DEEP_BYTES[quantization] / 1000:.2f} GiB for its weights, but CPU has " \
     f"{free / 1000:.2f} GiB of free memory: {text}"
-  assert error_of(deep_folder, free, quantization).startswith(start)
+  assert error_of(tmp_path, free, quantization).startswith(start)
 
 
 def test_remedy_leaves_room_for_a_kv_cache(tmp_path, error_of):
