@@ -2,7 +2,6 @@
 recorded in data/models. Prompts are longer than the windows and the original lengths of YaRN and LongRoPE. Models with
 recurrent states, and the delta rule."""
 import functools
-import itertools
 import json
 import random
 import zlib
@@ -16,7 +15,7 @@ from helpers.commands import ROOT
 from helpers.data import read_data
 from helpers.engines import (LogitsRecorder, assert_all_blocks_freed, check_logits, check_states, greedy, ids_of,
                              ids_of_batch, prompt, set_overlap, tokens)
-from helpers.faults import break_steps, step
+from helpers.faults import break_steps, run_random
 from helpers.gguf_files import write_gguf
 from helpers.kernels import on_device
 from helpers.models import VARIANTS, tiny_model
@@ -304,17 +303,11 @@ def test_random_failures_and_aborts_change_no_ids(folder, ids, monkeypatch, seed
   num_rows = len(llm.states.free_rows)
   set_overlap(monkeypatch, llm.runner, ["", "overlapped", "early"][seed])
   break_steps(llm, monkeypatch, lambda place: rng.random() < 0.03)
-  last, numbers = {}, itertools.count()
-  for _ in range(120):
-    if rng.random() < 0.3:
-      name = f"{rng.randrange(8)} {next(numbers)}"
-      llm.add_request(name, tokens(PROMPTS[int(name[0])]), greedy(rng.randint(1, NUM_TOKENS)))
-    if llm.requests and rng.random() < 0.05: llm.abort_request(rng.choice([*llm.requests]))
-    if llm.requests: step(llm, last)
-    check_states(llm.states, num_rows)
-  while llm.requests: step(llm, last)
+  requests, last, _ = run_random(llm, rng, 240, lambda: (rng.choice(PROMPTS[:8]), greedy(rng.randint(1, NUM_TOKENS))),
+                                 lambda: check_states(llm.states, num_rows))
   assert len(last) > 20
-  for name, output in last.items(): assert ids_of(output) == ids[int(name[0])][:len(ids_of(output))]
+  for name, (prompt_ids, params) in requests.items():
+    assert ids_of(last[name]) == ids[PROMPTS.index(prompt_ids)][:params.max_tokens]
 
 
 def test_drafts_change_no_ids(folder, ids, monkeypatch):

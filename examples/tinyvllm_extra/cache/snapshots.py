@@ -26,6 +26,7 @@ class SnapshotScheduler(Scheduler):
     self.match_prefix = self.match_snapshot
     self.interval = max(1, INTERVAL // blocks.block_size) * blocks.block_size
     self.ends: list[tuple[Sequence, int, int]] = []      # sequence, slot and position at the end of the last step
+    self.taken: list[bytes] = []                         # snapshots of a step that may still be in flight
     self.positions: dict[int, int] = {}                  # each slot's state is after this many tokens
     self.backups: dict[int, int] = {}                    # position of each slot's backup
     self.newest = weakref.WeakKeyDictionary[Sequence, bytes]()   # each answer's last snapshot, until the next one
@@ -37,6 +38,7 @@ class SnapshotScheduler(Scheduler):
   def refresh(self, states: StatePool) -> None:
     """Take the snapshots at the end of the last step, whose inputs are known by now, and return to the state before
     drafts if one was rejected."""
+    self.taken = []
     slots: dict[int, int] = {}   # by row: the snapshot that replaces another of this step gets the row
     for seq, slot, position in self.ends:
       key = self.blocks.block_hash(seq, position // self.blocks.block_size - 1)
@@ -45,6 +47,7 @@ class SnapshotScheduler(Scheduler):
       if key in states.snapshots or (row := states.take_row()) is None: continue
       states.snapshots[key] = row
       slots[row] = slot
+      self.taken.append(key)
       if is_answer: self.newest[seq] = key
     self.ends = []
     states.copy([(slot, row) for row, slot in slots.items()])
@@ -101,6 +104,8 @@ class SnapshotScheduler(Scheduler):
   def reset(self, unfinished: list[Sequence]) -> None:
     super().reset(unfinished)
     self.ends = []
+    if self.states:   # the failed step may not have computed them
+      for key in self.taken: self.states.drop(key)
 
 
 def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner], num_bytes: int) -> tuple:
