@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers.commands import FLAGS, error_line, run_command
 from helpers.data import read_data
-from helpers.engines import ENGINE
+from helpers.engines import ENGINE, greedy, tokens
 from helpers.hub import COMMIT, Hub
 from helpers.models import tensor_shapes, tiny_config, tiny_model
 from helpers.servers import LocalServer
@@ -147,6 +147,12 @@ def test_llm_applies_revision_and_download_dir(hub, repository, tmp_path):
   assert (cache / "models--org--tiny/refs/dev").read_text() == COMMIT
   with pytest.raises(InputError, match="no field 'tensor_paralel_size'"): LLM("org/tiny", tensor_paralel_size=1)
   assert not hub.cache.exists(), "options are checked before the download"
+
+
+def test_prefix_cache_is_saved_with_a_draft_model_of_the_hub(hub, repository, tmp_path):
+  with LLM("org/tiny", speculative_config={"model": "org/tiny", "num_speculative_tokens": 2}, **ENGINE) as llm:
+    llm.generate(tokens([5] * 40), greedy(2), use_tqdm=False)
+    assert llm.save_prefix_cache(tmp_path / "blocks") > 0
 
 
 def test_server_takes_a_name(hub, repository):

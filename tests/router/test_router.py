@@ -193,7 +193,7 @@ def test_models_are_named_by_folder_by_pairs_and_in_a_file(models, tmp_path):
   (["--models-dir", "EMPTY"], ["models_dir", "no folder of a model"]), (["--model", "a=MISSING"], ["MISSING"]),
   (["--models-dir", "MISSING"], ["models_dir"]), (["--model", "a=x", "--model", "a=y"], ["different names"]),
   (["--model", "a=MODELS/a", "--trace", "x"], ["trace", "one of the models"]),
-  (["--model", "a=MODELS/a", "--max-num-seqs", "0"], ["max_num_seqs=0"])])
+  (["--model", "a=MODELS/a", "--max-num-seqs", "0"], ["model a: max_num_seqs=0"])])
 def test_wrong_options_of_a_router_are_refused_at_start(models, tmp_path, words, parts):
   args = parse_command("serve", *[x.replace("MODELS", str(models)).replace("EMPTY", str(tmp_path)) for x in words])
   check_error(lambda: serve.main(args), *parts)

@@ -8,6 +8,7 @@ from tinygrad import Context, Device, Tensor, TinyJit, dtypes
 from tinyvllm import backend
 from tinyvllm.config import JsonObject, check, logger
 from tinyvllm.engine import Engine
+from tinyvllm_extra.formats import hub
 from tinyvllm_extra.formats.prefix_file import FORMAT, StoredBlocks, fingerprint, replaceable, replacing, write_blocks
 from tinyvllm_extra.kernels.buffers import buffers_of, copy_to_devices, write
 from tinyvllm_extra.models.recurrent import state_shapes
@@ -35,7 +36,7 @@ def identity(engine: Engine) -> dict[str, str]:
     "parts": ", ".join(f"{count} of {layout}" for layout, count in layouts.items())}
   if isinstance(engine.proposer, SpeculativeProposer) and engine.proposer.runners:
     draft = engine.proposer.config
-    draft_model = fingerprint(pathlib.Path(str(draft.model)).expanduser(), engine.proposer.runners[0].model.config)
+    draft_model = fingerprint(hub.local_path(str(draft.model)), engine.proposer.runners[0].model.config)
     values["draft model"] = f"{draft_model}, quantization {draft.quantization}"
   return identities.setdefault(engine, {name: str(value) for name, value in values.items()})
 

@@ -52,8 +52,10 @@ def make_router(args: JsonObject, models: dict[str, JsonObject]) -> Router:
     words = to_words(shared | own)
     parsed = args["root"].commands["serve"].parse_options(f"model {name}", words)
     for x in FLAGS["of_router"]: check(x not in parsed, f"model {name}: {x} must be set for all models")
-    model, engine, _ = read_arguments(parsed)
-    hf, _ = doctor.read_model(check_model(str(model), engine))
+    try:
+      model, engine, _ = read_arguments(parsed)
+      hf, _ = doctor.read_model(check_model(str(model), engine))
+    except InputError as error: raise InputError(f"model {name}: {error}") from error
     fit = estimate_fit(name, hf, device, vllm_options.read_options(engine, model))
     share = parsed.get("gpu_memory_utilization") or fit["shared_gib"] / device["free_gib"]
     children.append(Child(name, words, share, config.shutdown_timeout + 10))
