@@ -240,6 +240,12 @@ def test_server_lists_loads_and_unloads_adapters(chat_folder, loras, tmp_path, m
     assert [text("base"), text("b")] == [texts[0], texts[2]]
 
 
+def test_adapter_with_the_models_name_is_refused_at_start_in_one_line(chat_folder, loras):
+  words = "--lora-modules", f"base={loras['a'].lora_path}"
+  with pytest.raises(RuntimeError, match="^lora_name='base' is in use"):
+    LocalServer(chat_folder, *FLAGS_OF_LORA, *words)
+
+
 def test_routes_that_load_adapters_need_a_key_or_a_variable(chat_folder, loras, monkeypatch):
   body = {"lora_name": "a", "lora_path": loras["a"].lora_path}
   for value, options, status in (("", (), 404), ("0", (), 404), ("0", ("--api-key", "secret"), 200)):

@@ -74,9 +74,9 @@ class Child:
 
   async def stop(self) -> None:
     """End the process as a signal does: its requests end first."""
-    if self.process: self.process.terminate()
+    if self.process and self.process.returncode is None: self.process.terminate()
     await asyncio.wait([self.log_task], timeout=self.patience)
-    if self.process: self.process.kill()
+    if self.process and self.process.returncode is None: self.process.kill()
     await self.log_task
     await self.client.aclose()
 

@@ -60,8 +60,8 @@ class Router(app.Server):
     return fastapi.Response(text, media_type=CONTENT_TYPE_LATEST)
 
   async def route(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request: one with a body in a child, others here."""
-    if scope["method"] != "POST": return await app(scope, receive, send)
+    """Answer a request: one with a body in a child, others here, also SageMaker's POST /ping."""
+    if scope["method"] != "POST" or scope["path"].endswith("/ping"): return await app(scope, receive, send)
     request, name = fastapi.Request(scope, receive), None
     content = await request.body()
     with contextlib.suppress(ValueError, AttributeError): name = orjson.loads(content).get("model")

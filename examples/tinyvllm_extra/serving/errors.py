@@ -42,6 +42,7 @@ class ErrorJSON(responses.JSONResponse):
 
 class Refusal(RuntimeError):
   """An error response other than HTTP 400, raised in a route. It has ErrorJSON's arguments."""
+  def __str__(self) -> str: return self.args[1]
 
 
 async def explain(request: Request, error: Exception) -> responses.Response:
