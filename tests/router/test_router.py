@@ -126,8 +126,9 @@ async def test_failed_start_fails_its_requests_and_the_next_one_starts_it_again(
   assert a.state == "unloaded"
   async with children.use(a): assert events == ["+a", "+a"]
   await children.close()
-  with pytest.raises(Refusal, match="^the server is shutting down$"):
+  with pytest.raises(Refusal, match="^the server is shutting down$") as e:
     async with children.use(a): pass
+  assert e.value.args[0] == 503
 
 
 # Requests through a router
@@ -262,6 +263,12 @@ def test_disconnect_ends_the_request_in_the_child(router):
     assert child.num_requests == 1 == router.get("/load", headers=KEY).json()["server_load"]
     del lines   # closes the connection
     wait_until(lambda: not child.num_requests and not child.server.server.serving.requests, "the request ends")
+
+
+def test_request_to_a_child_that_has_just_died_is_502(router, monkeypatch):
+  monkeypatch.setattr(router.server.children.by_name["a"], "client", httpx.AsyncClient(base_url="http://127.0.0.1:1"))
+  error = error_of(router.post(COMPLETIONS, {"model": "a", "prompt": "a"}, headers=KEY), 502)
+  assert error["message"].startswith("a: the connection was closed")
 
 
 def test_stream_of_a_child_that_dies_ends_with_an_error_event(router, monkeypatch):
