@@ -229,7 +229,8 @@ def configs(args: dict[str, Any]) -> tuple[dict[str, Any], ServerConfig, RayConf
   read_options(engine)
   for name in ("prefix_cache_file", "trace"):
     check(name not in engine | server, f"{name}: not supported, as all replicas would write it")
-  for name in ("uds", "ssl_certfile"): check(name not in server, f"{name}: not supported by ingresses: leave it out")
+  for name in ("uds", "ssl_certfile", "models_dir", "model_ttl"):
+    check(name not in server, f"{name}: not supported by ingresses: leave it out")
   key = os.environ.get("TINYVLLM_API_KEY")
   return engine, ServerConfig(**{"api_key": [key] if key else None, **server}), RayConfig(**own)
 

@@ -166,9 +166,11 @@ def models(tmp_path_factory):
 
 # Before `router`: an estimate of memory would disturb its engines
 
-def test_one_model_needs_no_name(models):
-  with LocalServer(None, "--model", f"only={models / 'a'}", *OPTIONS, before=run_children_here) as server:
+def test_one_model_needs_no_name_and_stops_after_its_time_to_live(models):
+  words = "--model", f"only={models / 'a'}", "--model-ttl", "0.2"
+  with LocalServer(None, *words, *OPTIONS, before=run_children_here) as server:
     assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}).json()["model"] == "only"
+    wait_until(lambda: server.get("/v1/models/only").json()["status"] == "unloaded", "its time to live has passed")
 
 
 def test_models_are_named_by_folder_by_pairs_and_in_a_file(models, tmp_path):
@@ -193,7 +195,10 @@ def test_models_are_named_by_folder_by_pairs_and_in_a_file(models, tmp_path):
 @pytest.mark.parametrize("words,parts", [
   (["--models-dir", "EMPTY"], ["models_dir", "no folder of a model"]), (["--model", "a=MISSING"], ["MISSING"]),
   (["--models-dir", "MISSING"], ["models_dir"]), (["--model", "a=x", "--model", "a=y"], ["different names"]),
-  (["--model", "a=MODELS/a", "--trace", "x"], ["trace", "one of the models"]),
+  (["--model", "a=MODELS/a", "--trace", "x"], ["trace", "one of the models"]), (["--model", "=x"], ["different names"]),
+  (["--model", "a=MODELS/a", "--lora-modules", "x=y"], ["model a: lora_modules"]),
+  (["--model", "a=MODELS/a", "--served-model-name", "b"], ["model a: served_model_name"]),
+  (["--model-ttl", "5"], ["model_ttl=5"]),
   (["--model", "a=MODELS/a", "--max-num-seqs", "0"], ["model a: max_num_seqs=0"])])
 def test_wrong_options_of_a_router_are_refused_at_start(models, tmp_path, words, parts):
   args = parse_command("serve", *[x.replace("MODELS", str(models)).replace("EMPTY", str(tmp_path)) for x in words])

@@ -9,8 +9,8 @@ from tinyvllm_extra import options, vllm_options
 # Groups of flags in --help, which environment variables set, too (only --help-all shows other flags), variables:
 # arguments of add_argument, by name; llama.cpp's letters, units of integers, `tinyvllm run`'s defaults, values of a
 # bool's environment variable, arguments of add_argument for --log-level, and commands: arguments: of add_argument, by
-# flag; variables of their own. With several models, of_router: options that one of them cannot set; of_one_model: that
-# only one can set; not_shared: no options of all models
+# flag; variables of their own. With several models, of_router: options of the router alone; refused: of none;
+# of_one_model: that only one of them can set; not_shared: other arguments that are not options of all models
 FLAGS = read_json(pathlib.Path(__file__).with_suffix(".json"))
 FLAG_SYNTAX = re.compile(r"(--?[A-Za-z][\w-]*)((?:\.[\w-]+)*)(=.*)?", re.DOTALL)   # name, .keys, =value
 

@@ -51,7 +51,7 @@ def make_router(args: JsonObject, models: dict[str, JsonObject]) -> Router:
   for name, own in models.items():
     words = to_words(shared | own)
     parsed = args["root"].commands["serve"].parse_options(f"model {name}", words)
-    for x in FLAGS["of_router"]: check(x not in parsed, f"model {name}: {x} must be set for all models")
+    for x in FLAGS["of_router"] + FLAGS["refused"]: check(x not in parsed, f"model {name}: {x}: leave it out")
     try:
       model, engine, _ = read_arguments(parsed)
       hf, _ = doctor.read_model(check_model(str(model), engine))
@@ -66,6 +66,7 @@ def make_server(args: JsonObject) -> Server:
   """Return the server of one model. Raises InputError unless it can load the model."""
   model, engine, config = read_arguments(args)
   if model: check_model(model, engine)
+  check(not config.model_ttl, f"model_ttl={config.model_ttl} needs several models: use models_dir or --model NAME=PATH")
   return Server(model, engine, config, player.routes(engine["trace"]) if engine.get("trace") else None)
 
 

@@ -58,7 +58,7 @@ def estimate_fit(name: str, hf: JsonObject, row: JsonObject,
   states = 4 * sum(math.prod(x) for x in state_shapes(shape) if x) * (config.max_num_seqs + 1)
   left = int(row["free_gib"] * GIB * config.gpu_memory_utilization) - weights - states
   sequence = (config.max_model_len or shape.max_position_embeddings) * per_token
-  most = max(drivers.CPU_CACHE, sequence)   # of the KV cache on a CPU, or beside other models
+  most = max(drivers.CPU_CACHE, sequence)   # bytes for a KV cache, on a CPU or beside other models
   return {"model": name, "dtype": row["dtype"], "stored": quantization or stored, "weights_gib": weights / GIB,
           "shared_gib": (drivers.RESERVE + weights + states + min(most, config.max_num_seqs * sequence)) / GIB,
           "fits": left >= per_token,

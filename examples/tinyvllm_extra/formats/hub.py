@@ -46,7 +46,7 @@ def named_models(words: str | list[str], folder: str | None) -> dict[str, JsonOb
   for word in words:
     if word not in plain: models |= json.loads(word) if word[0] == "{" else dict([word.split("=", 1)])
   if models or len(plain) > 1: models |= {served_name(word): word for word in plain}
-  check(not models or len(models) >= len(words), f"model={words!r} must have different names")
+  check(not models or len(models) >= len(words) and all(models), f"model={words!r} must have different names")
   return {name: x if isinstance(x, dict) else {"model": x} for name, x in models.items()}
 
 

@@ -15,7 +15,7 @@ POLL = 0.02   # seconds between two looks at a child
 
 @dataclasses.dataclass(eq=False)
 class Child:
-  """A model that runs or not. words: its command line. memory: what it takes, as a part of all free memory. patience:
+  """A model, which may run. words: its command line. memory: its part of all free memory, from 0 to 1. patience:
   seconds for a process to end after a signal; then it is killed."""
   name: str
   words: list[str]
@@ -35,8 +35,8 @@ class Child:
     return "stopping" if self.is_stopping else "loading" if is_loading else "ready" if self.process else "unloaded"
 
   async def start(self, share: float) -> None:
-    """Start the process, and return when requests can run. share: its memory, as a part of what is free now. Raises
-    Refusal if it ends."""
+    """Start the process, and return when requests can run. share: its part of the memory that is free now, from 0.01
+    to 1. Raises Refusal if the process ends."""
     with socket.create_server(("127.0.0.1", 0)) as free: port = free.getsockname()[1]
     own = [f"--port={port}", f"--served-model-name={self.name}", f"--gpu-memory-utilization={share}"]
     # The router has read the variables of flags
@@ -49,12 +49,11 @@ class Child:
     self.client = httpx.AsyncClient(
       base_url=f"http://127.0.0.1:{port}", headers={"Authorization": f"Bearer {KEY}"}, timeout=None, trust_env=False,
       limits=httpx.Limits(max_connections=None, keepalive_expiry=2))
-    is_ready = False
-    while not is_ready:
+    while True:
       await asyncio.sleep(POLL)
       if not self.process: raise Refusal(502, await self.reason())
       with contextlib.suppress(httpx.TransportError):   # it does not listen yet
-        is_ready = (await self.client.get("/health")).is_success
+        if (await self.client.get("/health")).is_success: break
     self.card = (await self.client.get("/v1/models")).json()["data"][0]
 
   async def read_log(self, process: asyncio.subprocess.Process) -> None:
