@@ -3,6 +3,7 @@ number of processes, and lines that tests print at the end."""
 import asyncio
 import inspect
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tinygrad.helpers import CACHELEVEL
 
 from tinyvllm import LLM
 from tinyvllm_extra.programs import prepare_device as open_device
+from tinyvllm_extra.serving.async_engine import CaptureThread
 
 # Folders whose engines run on the fake device, except in modules with `pytestmark = pytest.mark.real`
 FAKE = {"core", "sampling", "text", "cache", "trace", "serving", "router", "cli", "page"}
@@ -49,11 +51,16 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(scope="module", autouse=True)
 def device(request: pytest.FixtureRequest) -> Iterator[None]:
-  """Run a module's engines on the fake device, or on the real one."""
+  """Run a module's engines on the fake device, or on the real one. Then no thread may capture: tinygrad's settings
+  are global, so that it would disturb tests that compute without an engine."""
   folder = request.path.relative_to(Path(__file__).parent).parts[0]
   with pytest.MonkeyPatch.context() as monkeypatch:
     if folder in FAKE and not request.node.get_closest_marker("real"): fake_device.install(monkeypatch)
     yield
+    for thread in [x for x in threading.enumerate() if isinstance(x, CaptureThread)]:
+      thread.should_end = True
+      thread.join(60)
+    assert "tinyvllm-engine" not in [x.name for x in threading.enumerate()], "shut the AsyncLLM down"
 
 
 @pytest.fixture

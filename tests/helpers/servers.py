@@ -201,7 +201,9 @@ class LocalServer(Client):
     host, port, *_ = self.server.servers[0].sockets[0].getsockname()
     self.url = f"http{'s' * bool(config.ssl_certfile)}://{host}:{port}"
     if ready: wait_until(lambda: self.healthy() or self.server.error, "/health answers 200", seconds)
-    if self.server.error: raise self.server.error
+    if self.server.error:
+      self.stop()
+      raise self.server.error
 
   @property
   def log(self) -> str: return self.stderr.getvalue()

@@ -22,7 +22,10 @@ def argmax(n: int = 8, **fields) -> SamplingParams: return SamplingParams(temper
 
 
 @pytest.fixture(scope="module")
-def llm(words_folder): return AsyncLLM(words_folder, scheduling_policy="priority", **SMALL)
+def llm(words_folder):
+  llm = AsyncLLM(words_folder, scheduling_policy="priority", **SMALL)
+  yield llm
+  llm.shutdown()
 
 
 @pytest.fixture(autouse=True)
@@ -263,10 +266,9 @@ async def test_shutdown_ends_running_and_later_requests(words_folder):
   llm = AsyncLLM(words_folder, **SMALL)
   stream = llm.generate("the cat", LONG)
   await anext(stream)
-  shutdown = asyncio.create_task(asyncio.to_thread(llm.shutdown))
+  llm.shutdown()   # in this thread: another one might start after the request's last step
   with pytest.raises(async_engine.StepError, match="shut down"):
     async for output in stream: assert not output.finished
-  await shutdown
   with pytest.raises(async_engine.StepError, match="shut down"): await collect(llm, "the cat", LONG)
   llm.abort("later")
   llm.shutdown()   # does nothing
