@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import flags
-from helpers.protocol import COMPLETIONS, ENDLESS
+from helpers.protocol import COMPLETIONS, running_request
 from helpers.servers import Server, error_of, wait_until
 
 from tinyvllm_extra.kernels.drivers import RESERVE, host_memory
@@ -48,9 +48,7 @@ def test_children_start_die_and_end_with_their_router(router):
   ready = [name for name, state in states.items() if state == "ready"]
   assert 1 <= len(ready) <= 2, states
 
-  with router.stream(COMPLETIONS, {**ENDLESS, "model": ready[0]}) as response:
-    lines = response.iter_lines()
-    next(lines)
+  with running_request(router, model=ready[0]) as lines:
     for pid in pids_of(router): os.kill(int(pid), signal.SIGKILL)
     *_, last, _ = lines
   error = json.loads(last.removeprefix("data: "))["error"]
@@ -58,9 +56,7 @@ def test_children_start_die_and_end_with_their_router(router):
   assert complete(router, ready[0]) == ready[0], "it is started again"
 
   pids = pids_of(router)
-  with router.stream(COMPLETIONS, {**ENDLESS, "model": ready[0], "max_tokens": 100}) as response:
-    lines = response.iter_lines()
-    next(lines)
+  with running_request(router, model=ready[0], max_tokens=100) as lines:
     router.signal(signal.SIGTERM)
     assert [*lines][-2] == "data: [DONE]", "the running request ends first"
   assert pids and router.wait() == 0 and not any(Path("/proc", pid).exists() for pid in pids)
@@ -68,9 +64,7 @@ def test_children_start_die_and_end_with_their_router(router):
 
 
 def test_children_end_if_the_router_is_killed(router):
-  with router.stream(COMPLETIONS, {**ENDLESS, "model": "a"}) as response:
-    lines = response.iter_lines()
-    next(lines)
+  with running_request(router, model="a"):
     pids = pids_of(router)
     router.signal(signal.SIGKILL)
   wait_until(lambda: pids and not any(Path("/proc", pid).exists() for pid in pids), "no process is left")

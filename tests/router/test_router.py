@@ -11,7 +11,7 @@ import pytest
 from helpers.commands import check_error, flags, parse_command
 from helpers.data import read_data
 from helpers.models import tiny_model
-from helpers.protocol import CHAT, COMPLETIONS, ENDLESS, KEY
+from helpers.protocol import CHAT, COMPLETIONS, KEY, running_request
 from helpers.servers import LocalServer, error_of, wait_until
 
 from tinyvllm_extra.cli import serve
@@ -45,12 +45,15 @@ def family(*memories, limit=1.0, ttl=None):
   return Children(models, limit, ttl), models, events
 
 
+async def state_after_start(children, child):
+  """Return the state of a child while a request uses it."""
+  async with children.use(child): return child.state
+
+
 async def test_first_request_starts_a_child_and_others_wait_for_it():
   children, (a,), events = family(0.5)
   a.gate = asyncio.Event()
-  async def request():
-    async with children.use(a): return a.state
-  requests = [asyncio.create_task(request()) for _ in range(5)]
+  requests = [asyncio.create_task(state_after_start(children, a)) for _ in range(5)]
   while a.num_requests < 5: await asyncio.sleep(0)
   assert a.state == "loading"
   requests[0].cancel()   # the client that started it leaves
@@ -96,12 +99,10 @@ async def test_clients_of_three_models_with_memory_for_two_all_get_an_answer():
 
 async def test_idle_child_stops_after_its_time_to_live_which_runs_neither_with_requests_nor_while_it_starts():
   children, (a, b), events = family(0.4, 0.4, ttl=0.05)
-  async def request():
-    async with children.use(a): return a.state
   async with children.use(b): pass   # the clock runs from now on
   b.idle_since = a.idle_since = time.monotonic() - 1
   a.gate = asyncio.Event()
-  waiting = asyncio.create_task(request())
+  waiting = asyncio.create_task(state_after_start(children, a))
   while not children.lock.locked(): await asyncio.sleep(0)
   await asyncio.sleep(0.1)   # longer than the time to live
   a.gate.set()
@@ -192,16 +193,10 @@ def test_models_are_named_by_folder_by_pairs_and_in_a_file(models, tmp_path):
   assert router.children.by_name["c"].memory < router.children.by_name["a"].memory
 
 
-@pytest.mark.parametrize("words,parts", [
-  (["--models-dir", "EMPTY"], ["models_dir", "no folder of a model"]), (["--model", "a=MISSING"], ["MISSING"]),
-  (["--models-dir", "MISSING"], ["models_dir"]), (["--model", "a=x", "--model", "a=y"], ["different names"]),
-  (["--model", "a=MODELS/a", "--trace", "x"], ["trace", "one of the models"]), (["--model", "=x"], ["different names"]),
-  (["--model", "a=MODELS/a", "--lora-modules", "x=y"], ["model a: lora_modules"]),
-  (["--model", "a=MODELS/a", "--served-model-name", "b"], ["model a: served_model_name"]),
-  (["--model-ttl", "5"], ["model_ttl=5"]),
-  (["--model", "a=MODELS/a", "--max-num-seqs", "0"], ["model a: max_num_seqs=0"])])
+@pytest.mark.parametrize("words,parts", read_data("server_cases.json")["options of routers"].items())
 def test_wrong_options_of_a_router_are_refused_at_start(models, tmp_path, words, parts):
-  args = parse_command("serve", *[x.replace("MODELS", str(models)).replace("EMPTY", str(tmp_path)) for x in words])
+  """MODELS: the models' folder. EMPTY: a folder without models."""
+  args = parse_command("serve", *words.replace("MODELS", str(models)).replace("EMPTY", str(tmp_path)).split())
   check_error(lambda: serve.main(args), *parts)
 
 
@@ -262,12 +257,9 @@ def test_models_have_their_states_and_metrics_their_names(router):
 
 def test_disconnect_ends_the_request_in_the_child(router):
   child = router.server.children.by_name["a"]
-  with router.stream(COMPLETIONS, {**ENDLESS, "model": "a"}, headers=KEY) as response:
-    lines = response.iter_lines()
-    next(lines)
+  with running_request(router, model="a"):
     assert child.num_requests == 1 == router.get("/load", headers=KEY).json()["server_load"]
-    del lines   # closes the connection
-    wait_until(lambda: not child.num_requests and not child.server.server.serving.requests, "the request ends")
+  wait_until(lambda: not child.num_requests and not child.server.server.serving.requests, "the request ends")
 
 
 def test_request_to_a_child_that_has_just_died_is_502(router, monkeypatch):
