@@ -19,18 +19,9 @@ FILES = {".".join(path.relative_to(folder.parent).with_suffix("").parts).removes
          for folder in (PACKAGE, EXTENSION) for path in sorted(folder.rglob("*.py"))}   # by module name
 MAX_FUNCTION_LINES, MAX_LOCALS = 40, 20
 MAX_ANY, MAX_TYPE_IGNORES = 104, 5   # occurrences in core and extension; only ever lower them
-# Names of public classes that several modules define, with the reason; only ever remove one
-SHARED_CLASS_NAMES = {"SamplingParams": "the extension's subclass adds vLLM's other fields"}
 PATCHES = f"{EXTRA}.kernels.tinygrad_patches"
-PUBLIC = {f"tinygrad.{name}" for name in (
-  "Context", "Device", "Tensor", "TinyJit", "UOp", "dtypes", "function", "helpers", "nn")}
-ALLOWED = read_data("structure.json")   # floors of rooms; names in tinygrad's submodules that all rooms may import
-INTERNAL = {"uop", "_buf", "_copyin", "_copyout", "mstack", "mselect", "unshard"}   # attributes of tinygrad's objects
-# Assignments to tinygrad's state that do not change its behavior
-ALLOWED_ASSIGNMENTS = {
-  (f"{EXTRA}.programs", "helpers.DEV.value"),   # selects a renderer for the CPU device, as DEV does
-  (f"{EXTRA}.programs", "helpers.CACHELEVEL.value"),   # turns tinygrad's cache off, as CACHELEVEL does
-}
+ALLOWED = read_data("structure.json")   # floors of rooms, names and assignments, with their reasons
+PUBLIC = {f"tinygrad.{name}" for name in ALLOWED["public"]}
 
 
 @cache
@@ -161,7 +152,7 @@ def test_module_names_are_unique():
 def test_only_tinygrad_patches_assigns_to_tinygrad():
   assert tinygrad_assignments(PATCHES), "the check must find the patches"
   assignments = {(module, target) for module in FILES if module != PATCHES for target in tinygrad_assignments(module)}
-  assert assignments == ALLOWED_ASSIGNMENTS
+  assert assignments == {(f"{EXTRA}.programs", target) for target in ALLOWED["assignments of programs"]}
 
 
 def tinygrad_imports(module: str) -> set[str]:
@@ -178,7 +169,7 @@ def test_only_kernels_import_tinygrad_internals():
 
 def test_only_kernels_and_two_core_functions_access_buffers_of_tensors():
   attributes = {(module, node.attr) for module in FILES if not in_package(module, f"{EXTRA}.kernels")
-                for node in nodes(module, ast.Attribute) if node.attr in INTERNAL}
+                for node in nodes(module, ast.Attribute) if node.attr in ALLOWED["internal"]}
   functions = {f"{CORE}.backend": ("uop", "_buf", "_copyout"), f"{CORE}.runner": ("uop", "_buf", "_copyin")}
   assert attributes == {(module, name) for module, names in functions.items() for name in names}
 
@@ -214,7 +205,7 @@ def test_functions_have_at_most_40_lines_and_20_locals():
 def test_public_class_names_are_unique():
   names = [node.name for module in FILES for node in parse(module).body
            if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
-  assert {name for name in names if names.count(name) > 1} == SHARED_CLASS_NAMES.keys()
+  assert {name for name in names if names.count(name) > 1} == ALLOWED["classes"].keys()
 
 
 def test_any_and_type_ignore_are_within_limits(print_at_end):
