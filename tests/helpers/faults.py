@@ -38,6 +38,16 @@ def break_steps(engine, patch, should_fail):
   patch.setattr(engine.scheduler, "update", faulty_update)
 
 
+def add_fault(patch, owner, name, error, should_fail):
+  """Make a function of `owner` raise the error if `should_fail` is true for its arguments."""
+  function = getattr(owner, name)
+
+  def faulty(*args):
+    if should_fail(*args): raise type(error)(*error.args)
+    return function(*args)
+  patch.setattr(owner, name, faulty)
+
+
 def fail_once(place, number):
   """Return a `should_fail` for break_steps that is true at visit `number` of a place, counted from 1."""
   visits = itertools.count(1)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.engines import ENGINE, check_invariants, greedy, ids_of, prompt, run_to_end, sampled, tokens
-from helpers.faults import Failed, break_steps, step
+from helpers.faults import Failed, add_fault, break_steps, step
 from helpers.hash_model import HalfRightModel, HashDevice, HashModel
 from helpers.models import VOCAB, tiny_model
 from helpers.parameters import slow
@@ -181,10 +181,7 @@ def fuzz(words_folder, monkeypatch, seed, num_samples, drafter="ngram"):
   failure_rate = rng.choice([0, 0, 0.02])
   break_steps(engine, monkeypatch, lambda place: rng.random() < failure_rate)
   for runner in engine.runners[1:]:   # steps of a draft model
-    def faulty_launch(step, launch=runner.launch):
-      if rng.random() < failure_rate: raise Failed("draft")
-      return launch(step)
-    runner.launch = faulty_launch
+    add_fault(monkeypatch, runner, "launch", Failed("draft"), lambda step: rng.random() < failure_rate)
   families, jobs, num_finished, counts = [prompt(40, seed, i) for i in range(3)], {}, 0, Counts(engine)
   for number in itertools.count():
     if num_finished >= num_samples and not jobs: return counts()

@@ -8,6 +8,7 @@ import threading
 import pytest
 from helpers.data import read_data
 from helpers.engines import check_invariants
+from helpers.faults import add_fault
 from helpers.protocol import SMALL
 from helpers.servers import wait_until
 
@@ -118,12 +119,8 @@ async def test_short_steps_deliver_first_and_last_outputs_at_once(llm):
 
 @pytest.mark.usefixtures("pause")
 async def test_failed_step_delivers_tokens_of_earlier_steps_first(llm, monkeypatch):
-  launch, steps, received = llm.llm.runner.launch, iter(range(4)), []
-
-  def faulty(step):
-    if next(steps) == 3: raise RuntimeError("boom")
-    return launch(step)
-  monkeypatch.setattr(llm.llm.runner, "launch", faulty)
+  steps, received = iter(range(4)), []
+  add_fault(monkeypatch, llm.llm.runner, "launch", RuntimeError("boom"), lambda step: next(steps) == 3)
   with pytest.raises(async_engine.StepError, match="boom"):
     async for n in num_tokens(llm): received.append(n)
   assert received == [1, 2]

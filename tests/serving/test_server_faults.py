@@ -4,6 +4,7 @@ import sys
 
 import pytest
 from helpers.data import read_data
+from helpers.faults import add_fault
 from helpers.protocol import COMPLETIONS, ENDLESS
 from helpers.commands import flags
 from helpers.servers import LocalServer, error_of, stream, wait_until
@@ -17,20 +18,14 @@ CASES = read_data("server_cases.json")
 
 def break_server(patch):
   """Make steps and requests fail, by max_tokens and prompt."""
-  def add_fault(kind, name, error, message, is_faulty):
-    method = getattr(kind, name)
-
-    def faulty(*args):
-      if is_faulty(*args): raise error(message)
-      return method(*args)
-    patch.setattr(kind, name, faulty)
-  add_fault(Runner, "launch", RuntimeError, "boom", lambda _, step: any(
+  add_fault(patch, Runner, "launch", RuntimeError("boom"), lambda _, step: any(
     s.params.max_tokens == 13 and s.num_generated > 2 for s, *_ in step.rows))
-  add_fault(Runner, "launch", SystemExit, "bye", lambda _, step: any(   # would end the engine's thread
+  add_fault(patch, Runner, "launch", SystemExit("bye"), lambda _, step: any(   # would end the engine's thread
     s.params.max_tokens == 14 for s, *_ in step.rows))
-  add_fault(ChatTokenizer, "encode", ValueError, "operands could not be broadcast",
+  add_fault(patch, ChatTokenizer, "encode", ValueError("operands could not be broadcast"),
             lambda _, text, *options: text == "broken")
-  add_fault(LLM, "make_request", KeyError, "absent", lambda _, name, prompt, params, *__: params.max_tokens == 15)
+  add_fault(patch, LLM, "make_request", KeyError("absent"),
+            lambda _, name, prompt, params, *__: params.max_tokens == 15)
 
 
 def works(server):
