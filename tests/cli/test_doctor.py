@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 from helpers import fake_device
 from helpers.commands import FLAGS, error_line, run_command
-from helpers.data import DATA, read_data
+from helpers.data import DATA, read_data, write_files
 from helpers.engines import ENGINE
 from helpers.gguf_files import write_gguf
 from helpers.models import read_safetensors, tensor_shapes, tiny_config, tiny_model, write_safetensors
@@ -322,9 +322,8 @@ CGROUPS = read_data("cgroups.json")
 @pytest.mark.parametrize("case", CGROUPS["cases"], ids=lambda case: case["about"])
 def test_free_memory_is_least_limit_minus_used(monkeypatch, tmp_path, case):
   """The machine has 16 GiB, 12 of them free; this process uses 1 GiB."""
-  for name, text in {**CGROUPS["machine"], "proc/self/cgroup": case["cgroup"], **case["files"]}.items():
-    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / name).write_text(f"{text}\n")
+  files = {**CGROUPS["machine"], "proc/self/cgroup": case["cgroup"], **case["files"]}
+  write_files(tmp_path, {name: f"{text}\n" for name, text in files.items()})
   monkeypatch.setattr(drivers, "PROC", tmp_path / "proc")
   monkeypatch.setattr(drivers, "CGROUPS", tmp_path)
   limit = resource.RLIM_INFINITY if case["rlimit"] is None else case["rlimit"] * GIB

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import FLAGS, error_line, run_command
-from helpers.data import read_data
+from helpers.data import read_data, write_files
 from helpers.engines import ENGINE, greedy, tokens
 from helpers.hub import COMMIT, Hub
 from helpers.models import tensor_shapes, tiny_config, tiny_model
@@ -42,10 +42,7 @@ def hub(tmp_path, monkeypatch):
     yield hub
 
 
-def write_files(folder, names):
-  for name in names:
-    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_bytes(b"content of " + name.encode())
+def write_contents(folder, names): write_files(folder, {name: f"content of {name}" for name in names})
 
 
 def contents(folder): return {str(x.relative_to(folder)): x.read_bytes() for x in folder.rglob("*") if x.is_file()}
@@ -57,7 +54,7 @@ def repository(hub):
   folder = tiny_model(hub.root / "org/tiny", words=True, shards=3)
   (folder / "tokenizer_config.json").write_text("{}")
   (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-  write_files(folder, UNUSED)
+  write_contents(folder, UNUSED)
   return folder
 
 
@@ -65,7 +62,7 @@ def repository(hub):
 def gguf_repository(hub):
   """GGUF files of three types, one of them in parts, and a file for images."""
   folder = hub.root / "org/tiny-GGUF"
-  write_files(folder, ["tiny-F16.gguf", "tiny-Q8_0.gguf", "mmproj-F16.gguf", *PARTS])
+  write_contents(folder, ["tiny-F16.gguf", "tiny-Q8_0.gguf", "mmproj-F16.gguf", *PARTS])
   return folder
 
 
@@ -84,7 +81,7 @@ def report(caplog):
 
 
 def test_name_downloads_the_models_files(hub, repository, report):
-  write_files(repository, ["modules.json", "1_Pooling/config.json"])
+  write_contents(repository, ["modules.json", "1_Pooling/config.json"])
   path = local_path("org/tiny")
   assert path == hub.cache / "models--org--tiny/snapshots" / COMMIT
   expected = {name: content for name, content in contents(repository).items() if name not in UNUSED}
@@ -133,7 +130,7 @@ def test_gguf_name_downloads_all_parts_of_its_type(hub, gguf_repository, report)
 
 @pytest.mark.parametrize("case", CASES["chosen"])
 def test_files_of_a_name_are_chosen_by_type(hub, case):
-  write_files(hub.root / "org/m", case["files"])
+  write_contents(hub.root / "org/m", case["files"])
   if "config.json" in case["files"]: (hub.root / "org/m/config.json").write_text(json.dumps(tiny_config()))
   error = pytest.raises(InputError, match=re.escape(case["error"])) if "error" in case else contextlib.nullcontext()
   with error: local_path(case["model"])

@@ -5,6 +5,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from helpers.data import write_files
 from tinygrad import Device, helpers
 from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.runtime.autogen import opencl, webgpu
@@ -85,9 +86,7 @@ def test_amd_memory_is_vram_of_kfd_minus_used(monkeypatch, tmp_path, open_fake):
            "nodes/3/mem_banks/1/properties": f"heap_type 2\nsize_in_bytes {14 * GIB}\n",
            "nodes/3/mem_banks/2/properties": f"heap_type 4\nsize_in_bytes {64 * 1024}\n",
            "card/mem_info_vram_used": f"{3 * GIB}\n"}
-  for name, text in files.items():
-    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / name).write_text(text)
+  write_files(tmp_path, files)
   monkeypatch.setattr(kernels.drivers, "KFD_NODES", tmp_path / "nodes")
   open_fake("AMD", device_id=1, iface=SimpleNamespace(gpus=["2", "3"], dev_sysfs_path=str(tmp_path / "card")))
   assert memory("AMD") == (13 * GIB, 16 * GIB, UNLIMITED)

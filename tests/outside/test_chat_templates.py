@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.data import read_data
+from helpers.data import read_data, write_files
 from helpers.tokenizers import byte_level_bpe
 
 from tinyvllm_extra.text.huggingface import load_tokenizer
@@ -28,9 +28,7 @@ def tokenizers(folder: Path, config: dict[str, Any], files: dict[str, str] | Non
   from transformers import AutoTokenizer
   byte_level_bpe().save(str(folder / "tokenizer.json"))
   config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
-  for name, text in {"tokenizer_config.json": json.dumps(config), **(files or {})}.items():
-    (folder / name).parent.mkdir(exist_ok=True)
-    (folder / name).write_text(text)
+  write_files(folder, {"tokenizer_config.json": json.dumps(config), **(files or {})})
   return load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
 
 
