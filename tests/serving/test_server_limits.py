@@ -2,6 +2,7 @@
 server."""
 import contextlib
 import http.client
+import itertools
 import json
 import logging
 import re
@@ -244,7 +245,9 @@ def test_health_and_ping_need_no_key(named):
 def test_load_is_the_number_of_unfinished_requests_and_needs_no_key(limited):
   def load(): return limited.get("/load").json()["server_load"]
   assert load() == 0
-  with running_request(limited): assert load() == 1
+  with running_request(limited) as lines:
+    assert load() == 1, "its first event arrives before its end"
+    assert len([*itertools.islice(lines, 400)]) == 400 and load() == 1, "and so do 200 more"
   wait_until(lambda: load() == 0, "the request has ended")
 
 
