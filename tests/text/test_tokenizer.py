@@ -284,5 +284,4 @@ def test_named_templates_of_gguf_are_read(tmp_path):
   keys = {name: value.value for part in writer.kv_data for name, value in part.items()}
   metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.merges": [], **keys}
   tokenizer = make_tokenizer(tmp_path / "a.gguf", metadata, 2)
-  messages = [{"role": "user", "content": "hi"}]
-  assert [tokenizer.apply_chat_template(messages, **x) for x in ({}, {"tools": [1]})] == ["plain", "tools"]
+  assert [tokenizer.apply_chat_template(HI, **x) for x in ({}, {"tools": [1]})] == ["plain", "tools"]
