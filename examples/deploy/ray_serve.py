@@ -131,7 +131,7 @@ class Replica:
     """Raise if /health would not return 200. After a failed step, generate one token, too: a replica with a lost device
     fails fast, looks idle, and would attract requests."""
     if self.server.state(): raise RuntimeError(self.server.state())
-    if self.failed: _ = [_ async for _ in self.server.serving.loaded.generate("a", SamplingParams(max_tokens=1))]
+    if self.failed: _ = [_ async for _ in self.server.serving.llm.generate("a", SamplingParams(max_tokens=1))]
     self.failed = False
 
 

@@ -86,13 +86,13 @@ def test_endless_chunked_body_is_413_before_its_end(limited):
 
 async def test_body_of_a_request_without_key_is_not_kept():
   """The key is checked before the body is read: nobody can fill the memory without one."""
-  gate = app.gate(None, app.ServerConfig(api_key=["secret"], max_body_size=4096), lambda: None)
+  server = Server(None, {}, ServerConfig(api_key=["secret"], max_body_size=4096))
   sent, chunks = [], [{"type": "http.request", "body": b"x" * 1000, "more_body": i < 3} for i in range(4)]
 
   async def receive(): return chunks.pop(0)
   async def send(message): sent.append(message)
   with patch.object(app, "read_body", autospec=True, side_effect=app.read_body) as read_body:
-    await gate({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, send)
+    await server.gate(None, {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, send)
   read_body.assert_called_once_with(ANY, 0, 8 * 4096)
   assert sent[0]["status"] == 401 and not chunks
 
@@ -175,7 +175,7 @@ async def test_access_log_flags_set_the_level(caplog, flags, level):
   async def app(scope, receive, send): await send({"type": "http.response.start", "status": 200, "headers": []})
   async def send(message): ...
   caplog.set_level(logging.DEBUG, "tinyvllm")
-  log = access_log(app, serve.read_arguments(parse_command("serve", *flags))[2])
+  def log(*asgi): return access_log(app, serve.read_arguments(parse_command("serve", *flags))[2], *asgi)
   scope = {"type": "http", "method": "GET", "headers": []}
   for path in ("/x", "/r/health"): await log({**scope, "path": path}, None, send)
   health = "DEBUG" if "--root-path" in flags else "INFO"

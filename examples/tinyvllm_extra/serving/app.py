@@ -24,31 +24,6 @@ MAX_HEADERS = 2**16   # maximum size of a request's headers in bytes
 Routes = dict[str, Callable[..., object]]   # functions by path
 
 
-def gate(app: ASGIApp, options: ServerConfig, not_ready: Callable[[], fastapi.Response | None]) -> ASGIApp:
-  """ASGI middleware in front of all routes: limits the body size, checks the API key, returns HTTP 503 until the server
-  is ready, and cancels the route when the client disconnects. not_ready: returns the 503 response, None once ready."""
-  keys, limit = [*map(os.fsencode, options.keys)], options.max_body_size
-
-  async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-    # ASGI 2.4: else each stream has another task, which waits for the disconnect, too
-    scope.update(root_path=options.root_path, asgi={"version": "3.0", "spec_version": "2.4"})
-    path, headers = scope["path"].removeprefix(scope["root_path"]), Headers(scope=scope)
-    refusal = refuse(path, headers, keys) or (None if path in OPEN_PATHS else not_ready())
-    try: body = await read_body(fastapi.Request(scope, receive), 0 if refusal else limit, 8 * limit)
-    except starlette.requests.ClientDisconnect: return
-    if body is None: refusal = refusal or ErrorJSON(413, f"the body is larger than --max-body-size={limit} bytes")
-    if refusal: return await refusal(scope, receive, send)
-    request = [{"type": "http.request", "body": body}]
-    disconnect = asyncio.ensure_future(receive())
-    async def replay() -> Message: return request.pop() if request else await asyncio.shield(disconnect)
-    route = asyncio.ensure_future(app(scope, replay, send))
-    try: await asyncio.wait((disconnect, route), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-      for task in (disconnect, route): task.cancel()
-    with contextlib.suppress(asyncio.CancelledError, Exception): await route   # `explain` has responded and logged it
-  return answer
-
-
 async def read_body(request: fastapi.Request, limit: int, max_read: int) -> bytes | None:
   """Return the request body, or None if it is larger than `limit`. Read and discard up to `max_read` bytes first,
   because clients read the response only after sending the body. Raises ClientDisconnect."""
@@ -76,33 +51,30 @@ def refuse(path: str, headers: Headers, keys: list[bytes]) -> fastapi.Response |
   return ErrorJSON(401, "missing or wrong API key: send the header Authorization: Bearer KEY")
 
 
-def access_log(app: ASGIApp, options: ServerConfig) -> ASGIApp:
+async def access_log(app: ASGIApp, options: ServerConfig, scope: Scope, receive: Receive, send: Send) -> None:
   """ASGI middleware that gives each response the X-Request-Id of its request, or a new one, and logs its end."""
-  quiet_paths = {*QUIET_PATHS, *options.disable_access_log_for_endpoints.split(",")}
+  started = time.monotonic()
+  request_id = Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex
+  served = list[async_engine.Request]()
+  generation.SERVED.set(served)
+  sent = list[Message]()   # the first and the last message
 
-  async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-    started = time.monotonic()
-    request_id = Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex
-    served = list[async_engine.Request]()
-    generation.SERVED.set(served)
-    sent = list[Message]()   # the first and the last message
+  async def send_with_id(message: Message) -> None:
+    if message["type"] == "http.response.start": MutableHeaders(scope=message)["X-Request-Id"] = request_id
+    sent[1:] = [message]
+    await send(message)
 
-    async def send_with_id(message: Message) -> None:
-      if message["type"] == "http.response.start": MutableHeaders(scope=message)["X-Request-Id"] = request_id
-      sent[1:] = [message]
-      await send(message)
-
-    try: await app(scope, receive, send_with_id)
-    finally:
-      # 499: nginx's code for a client that left early
-      status = sent[0]["status"] if len(sent) > 1 and not sent[1].get("more_body") else 499
-      tokens = "{} prompt and {} output tokens, ".format(*answers.num_tokens(served)) if served else ""
-      line = (f"{scope['method']} {scope['path'][:256]} {status} in {time.monotonic() - started:.3f} s, {tokens}"
-              f"id {request_id[:64]}")
-      is_quiet = scope["path"].removeprefix(options.root_path) in quiet_paths
-      if not options.disable_uvicorn_access_log:   # ascii: clients choose the path, which may contain line breaks
-        logger.log(logging.DEBUG if is_quiet else logging.INFO, ascii(line)[1:-1])
-  return answer
+  try: await app(scope, receive, send_with_id)
+  finally:
+    # 499: nginx's code for a client that left early
+    status = sent[0]["status"] if len(sent) > 1 and not sent[1].get("more_body") else 499
+    tokens = "{} prompt and {} output tokens, ".format(*answers.num_tokens(served)) if served else ""
+    line = (f"{scope['method']} {scope['path'][:256]} {status} in {time.monotonic() - started:.3f} s, {tokens}"
+            f"id {request_id[:64]}")
+    quiet_paths = {*QUIET_PATHS, *options.disable_access_log_for_endpoints.split(",")}
+    is_quiet = scope["path"].removeprefix(options.root_path) in quiet_paths
+    if not options.disable_uvicorn_access_log:   # ascii: clients choose the path, which may contain line breaks
+      logger.log(logging.DEBUG if is_quiet else logging.INFO, ascii(line)[1:-1])
 
 
 class BodyRoute(fastapi.routing.APIRoute):
@@ -132,12 +104,13 @@ class Server(uvicorn.Server):
     self.loads_adapters = engine_options.get("enable_lora") and (options.keys or allows_loads)
     self.serving = PoolingServing(options.served_model_name or [hub.served_name(model)], options)
     protocol.unknown_fields.strict = options.strict_fields
-    app: ASGIApp = gate(self.routes(more or {}), options, self.not_ready)
+    self.keys = [*map(os.fsencode, options.keys)]
+    app: ASGIApp = functools.partial(self.gate, self.routes(more or {}))
     if options.allowed_origins:
       app = cors.CORSMiddleware(app, parse_origins(options.allowed_origins), allow_methods=["*"], allow_headers=["*"])
-    super().__init__(uvicorn.Config(access_log(app, options), options.host, options.port, options.uds, log_config=None,
-                                    interface="asgi3", timeout_graceful_shutdown=int(options.shutdown_timeout) + 5,
-                                    ws="none", lifespan="off", **options.tls))
+    super().__init__(uvicorn.Config(
+      functools.partial(access_log, app, options), options.host, options.port, options.uds, log_config=None, ws="none",
+      interface="asgi3", timeout_graceful_shutdown=int(options.shutdown_timeout) + 5, lifespan="off", **options.tls))
     try: self.config.load()
     except OSError as error:
       names = ", ".join(f"{name}={value!r}" for name, value in options.tls.items() if value)
@@ -171,6 +144,27 @@ class Server(uvicorn.Server):
     app.post("/v1/messages", responses=anthropic | events)(self.messages)
     app.post("/v1/messages/count_tokens", responses=anthropic)(self.count_tokens)
     return app
+
+  async def gate(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """ASGI middleware in front of all routes: limits the body size, checks the API key, returns HTTP 503 until the
+    server is ready, and cancels the route when the client disconnects."""
+    # ASGI 2.4: else each stream has another task, which waits for the disconnect, too
+    scope.update(root_path=self.options.root_path, asgi={"version": "3.0", "spec_version": "2.4"})
+    path, headers = scope["path"].removeprefix(scope["root_path"]), Headers(scope=scope)
+    limit = self.options.max_body_size
+    refusal = refuse(path, headers, self.keys) or (None if path in OPEN_PATHS else self.not_ready())
+    try: body = await read_body(fastapi.Request(scope, receive), 0 if refusal else limit, 8 * limit)
+    except starlette.requests.ClientDisconnect: return
+    if body is None: refusal = refusal or ErrorJSON(413, f"the body is larger than --max-body-size={limit} bytes")
+    if refusal: return await refusal(scope, receive, send)
+    request = [{"type": "http.request", "body": body}]
+    disconnect = asyncio.ensure_future(receive())
+    async def replay() -> Message: return request.pop() if request else await asyncio.shield(disconnect)
+    route = asyncio.ensure_future(app(scope, replay, send))
+    try: await asyncio.wait((disconnect, route), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+      for task in (disconnect, route): task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, Exception): await route   # `explain` has responded and logged it
 
   # Start and shutdown
 
@@ -209,8 +203,7 @@ class Server(uvicorn.Server):
 
   def not_ready(self) -> fastapi.Response | None:
     """Return HTTP 503, or None if the server is ready."""
-    state = self.state()
-    return ErrorJSON(503, state) if state else None
+    return ErrorJSON(503, state) if (state := self.state()) else None
 
   def handle_exit(self, sig: int, frame: object) -> None:
     if sig == signal.SIGINT and self.state(): self.code = 128 + sig   # before the server was ready, or a second signal
