@@ -5,7 +5,6 @@ import datetime, functools, json, pathlib, re
 from collections.abc import Callable, Iterator
 
 from tinyvllm.config import InputError, JsonObject, check
-from tinyvllm_extra.options import optional
 
 END = "\ue0ff "   # end of a message to continue: a private character, and a space that shows whether spaces are kept
 # The tag {% generation %}, which marks an answer for training, is only a scope here
@@ -36,20 +35,6 @@ def compile_template(source: str) -> tuple[Callable[..., str], bool]:
   try: text = render(messages=[{"role": "user", "content": [{"type": "text", "text": END}]}])
   except Exception: text = ""   # not with a list
   return render, END.strip() in text and "type'" not in text and 'type"' not in text
-
-
-def render(source: str, messages: Messages, continue_final_message: bool, variables: JsonObject) -> str:
-  optional("jinja2.sandbox", "hf", "a chat template")
-  try:
-    render_messages, has_parts = compile_template(source)
-    messages = [normalize(message, has_parts) for message in messages]
-    if continue_final_message: messages[-1] = normalize(messages[-1], has_parts, END)
-    text = render_messages({"tools": None, "documents": None, **variables}, messages=messages)
-    if not continue_final_message: return text
-    end = text.rindex(END.strip())
-    return text[:end] if text.startswith(END, end) else text[:end].rstrip()   # the template strips spaces
-  except Exception as error:   # templates fail in many ways
-    raise InputError(f"messages: the chat template failed: {error!r}") from error
 
 
 def normalize(message: JsonObject, has_parts: bool, end: str = "") -> JsonObject:

@@ -10,7 +10,7 @@ from tinyvllm import tokenizer
 from tinyvllm.config import InputError, JsonObject, check, read_json
 from tinyvllm_extra.options import optional
 
-from .chat_template import INSTRUCTIONS, adapt, forms, plain_text, render
+from .chat_template import END, INSTRUCTIONS, adapt, compile_template, forms, normalize, plain_text
 
 if TYPE_CHECKING: import tokenizers
 
@@ -87,9 +87,19 @@ class ChatTokenizer(tokenizer.Tokenizer):
     source = self.template(bool(variables.get("tools")), variables.pop("chat_template", None)) or ""
     check(source, "tokenizer_config.json has no chat template: use generate")
     tokens = {k: v for k, v in self.config.items() if k.endswith("_token") and isinstance(v, str)}
-    variables = {**tokens, **self.template_variables, **variables}
+    variables = {"tools": None, "documents": None, **tokens, **self.template_variables, **variables}
     variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
-    return render(source, messages, continue_final_message, variables)
+    optional("jinja2.sandbox", "hf", "a chat template")
+    try:
+      render, has_parts = compile_template(source)
+      messages = [normalize(message, has_parts) for message in messages]
+      if continue_final_message: messages[-1] = normalize(messages[-1], has_parts, END)
+      text = render(variables, messages=messages)
+      if not continue_final_message: return text
+      end = text.rindex(END.strip())
+      return text[:end] if text.startswith(END, end) else text[:end].rstrip()   # the template strips spaces
+    except Exception as error:   # templates fail in many ways
+      raise InputError(f"messages: the chat template failed: {error!r}") from error
 
   def render_conversation(self, messages: list[JsonObject], **options: Any) -> str:
     """Like apply_chat_template, but in a form of the conversation that the template accepts. Raises InputError if it

@@ -13,10 +13,13 @@ COMBINATIONS = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "u
                 "additionalProperties"}
 
 
-def requires_call(choice: Choice) -> bool:
-  """Return whether a tool_choice requires a call."""
-  if not isinstance(choice, dict): return choice == "required"
-  return choice["type"] == "function" or choice["allowed_tools"]["mode"] == "required"
+def allowed_tools(choice: Choice) -> JsonObject:
+  """Return a tool_choice in the form of its type "allowed_tools". Without "tools", all are allowed."""
+  if not isinstance(choice, dict): return {"mode": choice}
+  return choice.get("allowed_tools") or {"mode": "required", "tools": [choice]}
+
+
+def requires_call(choice: Choice) -> bool: return allowed_tools(choice)["mode"] == "required"
 
 
 def callable_functions(tools: list[JsonObject], choice: Choice) -> dict[str, JsonObject]:
@@ -24,9 +27,7 @@ def callable_functions(tools: list[JsonObject], choice: Choice) -> dict[str, Jso
   function in tool_choice, or if it requires tools."""
   functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
   check(functions or choice in (None, "none", "auto"), f"tool_choice={choice!r} requires tools")
-  if not isinstance(choice, dict): return functions
-  choices = [choice] if choice["type"] == "function" else choice["allowed_tools"]["tools"]
-  names = [x["function"]["name"] for x in choices]
+  names = [x["function"]["name"] for x in allowed_tools(choice).get("tools", tools)]
   for name in names:
     check(name in functions, f"tool_choice: unknown function {name!r}; use one of {', '.join(functions)}")
   return {name: functions[name] for name in names}
