@@ -99,9 +99,7 @@ class SpeculativeProposer:
     self.drafters = weakref.WeakKeyDictionary[Sequence, Drafter]()
     self.num_accepted_per_pos = [0] * (config.num_speculative_tokens or 0)   # by index of the draft token
 
-  def drafter(self, seq: Sequence) -> Drafter:
-    if seq not in self.drafters: self.drafters[seq] = Drafter(self.config)
-    return self.drafters[seq]
+  def drafter(self, seq: Sequence) -> Drafter: return self.drafters.setdefault(seq, Drafter(self.config))
 
   def needs_sync(self, seq: Sequence) -> bool:
     drafter = self.drafter(seq)   # a draft model needs every token
