@@ -57,7 +57,7 @@ __attribute__((min_vector_width(512))) void NAME(ARGUMENTS, int core_id) {
         for (int r = 0; r < rows; r++) for (int i = 0; i < WIDTH(STEP); i++) {   // unwritten positions may hold NaN
           float *x = scores + r * WIDTH(STEP) + i;
           const int distance = positions[t + r / G] - first - i;
-          if (CAP) *x = 2 * CAP * LOG2_E / (1 + tv_exp2(*x * (-2 / CAP))) - CAP * LOG2_E;   // see ScoreOptions.masked
+          if (CAP) *x = 2 * CAP * LOG2_E / (1 + tv_exp2(*x * (-2 / CAP))) - CAP * LOG2_E;   // see generic.add_scores
           if (i >= STEP || distance < 0 || WINDOW && distance >= WINDOW) *x = LOWEST;
         }
         for (int r = 0; r < rows; r++) {   // online softmax

@@ -21,8 +21,8 @@ from tinyvllm.backend import cpu_cores, renderer
 
 from . import cuda_source
 from .cpu import AVX512
-from .schedule import (LOWEST, ScoreOptions, axes, axis, call, end, field, fold, kernel_of, lane_axis, largest, mean,
-                       unrolled)
+from .schedule import (LOG2_E, LOWEST, ScoreOptions, axes, axis, call, end, field, fold, kernel_of, lane_axis,
+                       largest, mean, unrolled)
 
 SMALLEST = 1e-30   # lower limit of a head's largest number, to avoid division by 0
 
@@ -147,9 +147,8 @@ class WorkGroup:
   def load(self, tensor: UOp, at: UOp, index: UOp, is_visible: UOp) -> UOp:
     """Load from the block of position `at`, or 0 if it is not visible. index: within the block's head."""
     num_blocks, KV, *size = tensor.shape
-    slots, max_blocks = self.table.shape
-    i = (at // self.block_size).minimum(max_blocks - 1)
-    block = self.table[self.slot % slots, i].cast(dtypes.weakint) % num_blocks
+    i = (at // self.block_size).minimum(self.table.shape[1] - 1)
+    block = self.table[self.slot % self.table.shape[0], i].cast(dtypes.weakint) % num_blocks
     return tensor.base.index(((block * KV + self.h) * math.prod(size) + index).valid(is_visible)).load()
 
   def number(self, kv: int, tensor: UOp, at: UOp, near: UOp | int, d: UOp, is_visible: UOp) -> UOp:
@@ -188,12 +187,15 @@ def accumulate(group: WorkGroup, keys: UOp, values: UOp) -> list[UOp]:
 
 
 def add_scores(group: WorkGroup, scores: UOp, keys: UOp, iteration: UOp) -> UOp:
-  """Score D positions. Return `scores` after their store."""
+  """Score D positions, LOWEST if the token does not see one. Return `scores` after their store."""
   at = group.start + (iteration * group.splits + group.split) * group.D + group.first
   d, first = unrolled(group.D, group.unroll, 6), at // group.block_size * group.block_size
   k = group.number(0, keys, at, group.near, d, first <= group.position)   # loads whole blocks
   x = fold(group.q[group.t, group.h, group.g, d].float() * k) * group.options.factor(group.D)
-  return scores.after(end(scores[group.own].store(group.options.masked(x, group.position, at + group.near))))
+  if cap := group.options.cap:   # cap * tanh(x / cap); a larger exponent than 126 could overflow and changes nothing
+    x = 2 * cap * LOG2_E / (1 + (x * (-2 / cap)).minimum(126).exp2()) - cap * LOG2_E
+  is_visible = group.options.sees(group.position, at + group.near)
+  return scores.after(end(scores[group.own].store(is_visible.where(x, LOWEST))))   # unwritten positions may hold NaN
 
 
 def add_values(group: WorkGroup, memory: list[UOp], keys: UOp, values: UOp, iteration: UOp) -> list[UOp]:

@@ -101,14 +101,6 @@ class StoredStep(pickle.Pickler):
     kept = UOp.sink(arg=sink.arg), instructions.replace(src=parameters), source.replace(arg=""), binary
     return UOp, (x.op, x.dtype, kept, x.arg)
 
-  def load(self, graph: _TinyJit) -> None:
-    """Give a graph the step, if it is stored."""
-    with contextlib.suppress(OSError, zlib.error):   # the file is missing or damaged
-      data = zlib.decompress(self.path.read_bytes())
-      linear, outputs = Reader(io.BytesIO(data), [*self.numbers]).load()
-      graph.captured = CapturedJit([Tensor(x) for x in outputs], linear, [], [])
-      graph.cnt += 1
-
   def save(self, step: CapturedJit) -> None:
     self.stream.truncate(self.stream.seek(0))
     self.clear_memo()
@@ -121,8 +113,12 @@ def restore(runner: Runner, graph: object, key: GraphKey) -> StoredStep | None:
   folder = codegen.do_to_program
   if not (isinstance(graph, _TinyJit) and isinstance(folder, KernelFolder) and helpers.CACHELEVEL >= 2
           and len(runner.model.devices.names) == 1): return None
-  with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):   # an object cannot be pickled
+  stored: StoredStep | None = None
+  # An object cannot be pickled, or the file is missing or damaged
+  with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError, OSError, zlib.error):
     stored = StoredStep(folder, runner, runner.graphs[key][0], key)
-    stored.load(graph)
-    if not graph.captured: return stored
-  return None
+    file = io.BytesIO(zlib.decompress(stored.path.read_bytes()))
+    linear, outputs = Reader(file, [*stored.numbers]).load()
+    graph.captured = CapturedJit([Tensor(x) for x in outputs], linear, [], [])
+    graph.cnt += 1
+  return None if graph.captured else stored

@@ -31,11 +31,12 @@
 #endif
 typedef float f32 __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef int i32 __attribute__((vector_size(LANES * 4), aligned(4)));
-typedef SCALE scale_lanes __attribute__((vector_size(LANES * sizeof(SCALE)), aligned(sizeof(SCALE))));
-typedef OFFSET offset_lanes __attribute__((vector_size(LANES * sizeof(OFFSET)), aligned(sizeof(OFFSET))));
 #define EACH(i, count) _Pragma("clang loop unroll(full)") for (int i = 0; i < count; i++)
 #define VECTORS __attribute__((min_vector_width(LANES * 32)))   // else clang splits those of 512 bits
-#define FLOATS(type, p) __builtin_convertvector(*(const type *)(p), f32)
+// A vector of numbers in memory, and these numbers in float32
+#define LOAD(type, p) ({ type x __attribute__((vector_size(LANES * sizeof(type)))); \
+  __builtin_memcpy(&x, p, sizeof(x)); x; })
+#define FLOATS(type, p) __builtin_convertvector(LOAD(type, p), f32)
 // Rows of x and vectors of outputs whose sums fill the registers, and outputs per step
 #define HIGH (LANES == 8 ? 4 : 8)
 #define WIDE (IS_GATED || LANES < 16 && (IS_INT || N % 24) ? 2 : N % (LANES * 3) == 0 ? 3 : N % 32 == 0 ? 2 : 1)
@@ -45,7 +46,6 @@ typedef OFFSET offset_lanes __attribute__((vector_size(LANES * sizeof(OFFSET)), 
 #define WIDTH (N / (1 + IS_GATED))   // of a row of out
 #define STEPS (WIDTH / OUTPUTS)
 
-typedef WEIGHT weight_lanes __attribute__((vector_size(LANES * sizeof(WEIGHT)), aligned(sizeof(WEIGHT))));
 typedef unsigned short f16_bits __attribute__((vector_size(LANES * 2)));
 typedef _Float16 f16 __attribute__((vector_size(LANES * 2)));
 // Numbers of x, with a gap, as rows in the same sets of the first-level cache are slower, or their integers with scales
@@ -57,7 +57,7 @@ typedef struct { float x[K - INTS + 16], scale[INTS / X_GROUP]; int sum[INTS / X
 static inline f32 decode(const unsigned *weight, const SCALE *scale, const OFFSET *offset, long output, int k) {
   const WEIGHT *from = (const WEIGHT *)weight + (output / 16 * K + k) / (BITS == 4 ? 8 : 1) * 16 + output % 16;
   const long at = (output / 16 * GROUPS + k / (K / GROUPS)) * 16 + output % 16;
-  const weight_lanes stored = *(const weight_lanes *)from;
+  const __auto_type stored = LOAD(WEIGHT, from);
   if (k % 2 == 0) __builtin_prefetch((const char *)from + 4096);
   f32 w = __builtin_convertvector(stored, f32);
 #if BITS < 16
@@ -66,8 +66,8 @@ static inline f32 decode(const unsigned *weight, const SCALE *scale, const OFFSE
   bits = BITS == 4 ? (bits & 7) << 9 | (bits & 8) << 12 : (bits & 127) << 7 | (bits & 128) << 8;
   if (IS_FLOAT) w = __builtin_convertvector((f16)bits, f32);
 #endif
-  if (HAS_SCALE) w = w * FLOATS(scale_lanes, scale + at);
-  return HAS_OFFSET ? w + FLOATS(offset_lanes, offset + at) : w;
+  if (HAS_SCALE) w = w * FLOATS(SCALE, scale + at);
+  return HAS_OFFSET ? w + FLOATS(OFFSET, offset + at) : w;
 }
 
 static VECTORS void quantize(Row *row, const float *x) {
@@ -111,9 +111,9 @@ static inline __attribute__((always_inline)) void tile(const int R, int begin, i
     }
     EACH(c, WIDE) EACH(r, R) {
       long at = (o[c] / 16 * GROUPS + g * X_GROUP / (K / GROUPS)) * 16 + o[c] % 16;
-      f32 w = FLOATS(scale_lanes, scale + at), *sum = sums + r * WIDE + c;
+      f32 w = FLOATS(SCALE, scale + at), *sum = sums + r * WIDE + c;
       *sum += __builtin_convertvector(dots[r][c], f32) * (w * rows[r].scale[g]);
-      if (HAS_OFFSET) *sum += FLOATS(offset_lanes, offset + at) * (rows[r].scale[g] * (float)rows[r].sum[g]);
+      if (HAS_OFFSET) *sum += FLOATS(OFFSET, offset + at) * (rows[r].scale[g] * (float)rows[r].sum[g]);
     }
   }
 }

@@ -134,10 +134,9 @@ class FastExperts(FastLinear):
     rank = sums((experts == experts.unsqueeze(1)) & (pair < pair.unsqueeze(1)))   # (P,), earlier pairs of the expert
     place = (before * rows + rank).contiguous()                         # (P,), a pair's place in the groups
     places = Tensor.arange(num_groups * rows).unsqueeze(1)
-    targets = sums((place == places).where(pair - num_pairs, 0)) + num_pairs    # (G * rows,)
-    ends = sums((expert <= expert.unsqueeze(1)).where(groups, 0)).contiguous()   # (E,)
-    group_experts = sums(ends <= Tensor.arange(num_groups).unsqueeze(1)).minimum(count - 1)   # (G,)
-    return group_experts.reshape(-1, 1).cat(targets.reshape(-1, rows), dim=1).contiguous()
+    targets = (sums((place == places).where(pair - num_pairs, 0)) + num_pairs).reshape(-1, rows).contiguous()
+    group_experts = experts[targets[:, :1].minimum(num_pairs - 1)]      # (G, 1), of a group without pairs: any
+    return group_experts.cat(targets, dim=1).contiguous()
 
 
 # Whether linear.c can read W, and multiply it by x

@@ -98,13 +98,6 @@ class ScoreOptions:
             "POSITION": columns.index("position"), "WINDOW": self.window, "CAP": f"{self.cap:f}f",
             "UNIT": f"{self.factor(D):.9f}f", "LOWEST": f"{LOWEST}f", "LOG2_E": f"{LOG2_E:.9f}f"}
 
-  def masked(self, score: UOp, position: UOp, at: UOp) -> UOp:
-    """Return the capped score of position `at` for a token at `position`: LOWEST if the token does not see it."""
-    if self.cap:   # cap * tanh(score / cap); a larger exponent than 126 could overflow and changes nothing
-      limit = self.cap * LOG2_E
-      score = 2 * limit / (1 + (score * (-2 / self.cap)).minimum(126).exp2()) - limit
-    return self.sees(position, at).where(score, LOWEST)   # unwritten positions may hold NaN
-
   def sees(self, position: UOp, at: UOp) -> UOp:
     return (at <= position) & (at > position - self.window) if self.window else at <= position
 
