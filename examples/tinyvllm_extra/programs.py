@@ -8,7 +8,7 @@ from tinygrad import Device, helpers
 from tinyvllm.backend import renderer
 from tinyvllm.config import logger, read_json
 
-from .kernels import drivers, products, tinygrad_patches
+from .kernels import drivers, matmul, tinygrad_patches
 
 # Commands that install clang: on macOS, and by the ID of a Linux distribution in /etc/os-release
 CLANG = read_json(pathlib.Path(__file__).with_suffix(".json"))
@@ -92,7 +92,7 @@ def device_name(opened: Any) -> str:
 
 
 def tiles_path() -> pathlib.Path:
-  """Return the file of tuned tiles (kernels/products.choose_tiles) for the default device and these kernels, which
+  """Return the file of tuned tiles (kernels/matmul.choose_tiles) for the default device and these kernels, which
   `tinyvllm doctor --tune` writes. Other devices and kernels have other files."""
   files = sorted(x for x in pathlib.Path(drivers.__file__).parent.iterdir() if x.is_file())
   digest = hashlib.sha256(b"".join(x.read_bytes() for x in files)).hexdigest()[:8]
@@ -103,8 +103,8 @@ def prepare_tuned_device() -> dict[str, str]:
   """Like prepare_device. Then use the tiles in the device's file, if it has one, and return them. A damaged file is
   ignored with a warning."""
   prepare_device()
-  products.choices = {}
-  try: products.choices = dict(read_json(tiles_path()))
+  matmul.choices = {}
+  try: matmul.choices = dict(read_json(tiles_path()))
   except (OSError, ValueError, TypeError) as error:
     logger.warning(f"{tiles_path()} is ignored: {error}; `tinyvllm doctor --tune` measures again")
-  return products.choices
+  return matmul.choices

@@ -37,7 +37,7 @@ from tinyvllm_extra.formats.weights import SafetensorsCheckpoint
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 from tinyvllm_extra import graph_policy, programs
 from tinyvllm_extra.kernels import make_backend
-from tinyvllm_extra.kernels.products import new_flags
+from tinyvllm_extra.kernels.matmul import new_flags
 from tinyvllm_extra.kernels.matmul import FastLinear, scales_shape
 from tinyvllm_extra.models.matrices import E4M3, NUMBER_FORMATS
 

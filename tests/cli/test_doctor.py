@@ -31,7 +31,7 @@ from tinyvllm_extra import programs
 from tinyvllm_extra.cli import doctor
 from tinyvllm_extra.formats import fit
 from tinyvllm_extra.formats.fit import estimate_fit, prequantized
-from tinyvllm_extra.kernels import FastBackend, cuda_source, drivers, products
+from tinyvllm_extra.kernels import FastBackend, cuda_source, drivers, matmul
 from tinyvllm_extra.kernels.drivers import DriverMemory
 from tinyvllm_extra.options import LLMConfig
 
@@ -273,7 +273,7 @@ def test_unusable_folder_exits_before_opening_a_backend(monkeypatch, tmp_path, c
 def tuned(monkeypatch, tmp_path):
   """Return the path of the file of choices, in an empty folder."""
   monkeypatch.setattr(helpers, "CACHEDB", str(tmp_path / "cache.db"))
-  monkeypatch.setattr(products, "choices", {})
+  monkeypatch.setattr(matmul, "choices", {})
   programs.tiles_path().parent.mkdir()
   return programs.tiles_path()
 
@@ -281,7 +281,7 @@ def tuned(monkeypatch, tmp_path):
 @pytest.mark.parametrize("text,choices", CASES["tuned"])
 def test_choices_that_are_damaged_or_of_other_kernels_are_ignored(tuned, caplog, monkeypatch, text, choices):
   tuned.write_text(text)
-  assert programs.prepare_tuned_device() == products.choices == choices
+  assert programs.prepare_tuned_device() == matmul.choices == choices
   assert caplog.text.count(f"{tuned} is ignored: ") == (not choices)
   monkeypatch.setattr(programs, "device_name", lambda device: "A GPU/2")
   monkeypatch.setattr(programs.drivers, "__file__", str(tuned))
@@ -295,7 +295,7 @@ def test_tune_keeps_tiles_that_are_faster_twice(tuned, monkeypatch, tmp_path, qu
   calls, built_in = [], {}
   def seconds(layers, x, least):
     """Return 2e-6 for the built-in tiles, which are a matrix's first, or else a time of the case. Run a step once."""
-    calls.append(choice := [*products.choices.items()][0])
+    calls.append(choice := [*matmul.choices.items()][0])
     if calls.count(choice) == 2: [layer(x).realize() for layer in layers]
     return 2e-6 if built_in.setdefault(*choice) == choice[1] else times[calls.count(choice) > 1] / 1e6
   def run(): return run_command("doctor", "--tune", "--model", folder, *quantization)
@@ -307,7 +307,7 @@ def test_tune_keeps_tiles_that_are_faster_twice(tuned, monkeypatch, tmp_path, qu
     patch.setattr(helpers, "CACHEDB", "/proc/none/cache.db")
     assert f"{tuned.name} cannot be written" in error_line(run())
   LLM(folder)
-  assert len(products.choices) == len(built_in) == 5 and (products.choices != built_in) == (gain > "0.000")
+  assert len(matmul.choices) == len(built_in) == 5 and (matmul.choices != built_in) == (gain > "0.000")
   monkeypatch.setattr(cuda_source, "has_mma", lambda dtype: False)
   assert "has nothing to tune" in error_line(run())
 

@@ -9,10 +9,10 @@ from helpers.reference import quantize_kv
 from helpers.tensor_cores import run_on_cpu
 from tinygrad import Device, Tensor, TinyJit, dtypes
 
-from tinyvllm_extra.kernels import cuda_source, products
+from tinyvllm_extra.kernels import cuda_source, matmul
 from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear
 
-IS_HOPPER = products.new_flags("CUDA") is not None
+IS_HOPPER = matmul.new_flags("CUDA") is not None
 # Maximum rows, inputs, outputs. With three multiprocessors: a tile that several share, also whole rounds, and both
 SMALL = [(128, 576, 400), (512, 128, 256), (256, 192, 128), (384, 64, 272), (64, 384, 272)]
 LARGE = [(512, 4096, 4096), (2048, 4096, 12288), (384, 576, 1024), (512, 11008, 4096)]
@@ -27,19 +27,19 @@ REST = [case for sizes in SMALL + LARGE * IS_HOPPER for layer_class in (FastLine
 
 @pytest.fixture
 def hopper(monkeypatch):
-  reset = products.current.set(None)
-  monkeypatch.setattr(products, "LARGE", 0)
+  reset = matmul.current.set(None)
+  monkeypatch.setattr(matmul, "LARGE", 0)
   if not IS_HOPPER:
     run_on_cpu(monkeypatch)
-    monkeypatch.setattr(products, "new_flags", lambda devices: on_device(np.zeros(8 * 3, np.uint32)))
+    monkeypatch.setattr(matmul, "new_flags", lambda devices: on_device(np.zeros(8 * 3, np.uint32)))
   yield
-  products.current.reset(reset)
+  matmul.current.reset(reset)
 
 
 def tokens_of(T: int, count: int) -> Tensor:
   """Return the tokens of a step whose last ones are padding."""
-  tokens = np.zeros((products.COUNT + 1, T), np.int32)
-  tokens[products.COUNT] = count
+  tokens = np.zeros((matmul.COUNT + 1, T), np.int32)
+  tokens[matmul.COUNT] = count
   return on_device(tokens)
 
 
@@ -51,7 +51,7 @@ def test_packed_order_is_that_of_wgmma(T, K, count, hopper):
   order = np.arange(8) ^ (np.arange(rows) % 8)[:, None]   # 128-byte swizzle
   expected = np.take_along_axis(chunks, order[None, None, :, :, None], 3).reshape(T // rows, K // 64, rows, 64)
   tokens = tokens_of(T, count)
-  pack = {"T": T, "K": K, "ROWS": rows, "ROWS_OF_STEP": f"tokens[{products.COUNT * T}]", "TYPE": '"f16"', "IS_E4M3": 0}
+  pack = {"T": T, "K": K, "ROWS": rows, "ROWS_OF_STEP": f"tokens[{matmul.COUNT * T}]", "TYPE": '"f16"', "IS_E4M3": 0}
   launch = cuda_source.Launch("pack", "pack.cu", pack, (T, 1, 1), 256, 32)
   out = Tensor.zeros(T, K, dtype=dtypes.float16).contiguous().realize()
   packed = cuda_source.run(launch, out=out, x=on_device(x), tokens=tokens)[0].numpy().reshape(expected.shape)
@@ -82,7 +82,7 @@ def test_product_equals_numpy_for_the_rows_that_exist(sizes, layer_class, kind, 
   if layer_class is FastGateUp: expected = swiglu(expected)
 
   def run(x: Tensor, tokens: Tensor) -> Tensor:
-    products.current.set(tokens)
+    matmul.current.set(tokens)
     return layer(x).realize()
   if IS_HOPPER: run = TinyJit(run)
   for count in (T, 1, T // 2 + 3, T - 1, T) if IS_HOPPER else (T // 2 + 3, T):

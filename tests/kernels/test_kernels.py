@@ -10,7 +10,7 @@ from helpers.tensor_cores import run_on_cpu
 from tinygrad import Device, dtypes
 
 from tinyvllm.backend import scatter_kernel
-from tinyvllm_extra.kernels import cuda_source, generic as attention, products, matmul
+from tinyvllm_extra.kernels import cuda_source, generic as attention, matmul
 from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear, FastNorm
 from tinyvllm_extra.formats.quantization import Quantized, dequantize, quantize
 from tinyvllm_extra.models.matrices import reorder
@@ -79,8 +79,8 @@ def test_gate_up_equals_numpy_and_is_one_tensor_core_kernel(inputs, size, bias, 
 
 def set_min_groups(monkeypatch, count):
   changed = {"min_groups": count}
-  tiles = {key: [products.Tiles(**vars(x) | changed) for x in tiles] for key, tiles in products.TABLES.items()}
-  monkeypatch.setattr(products, "TABLES", tiles)
+  tiles = {key: [matmul.Tiles(**vars(x) | changed) for x in tiles] for key, tiles in matmul.TABLES.items()}
+  monkeypatch.setattr(matmul, "TABLES", tiles)
 
 
 @pytest.fixture
@@ -90,17 +90,17 @@ def sources(monkeypatch): run_on_cpu(monkeypatch)
 @pytest.fixture
 def use_many_rows(sources, monkeypatch):
   """Use linear.cu's tiles for many rows even for one work group."""
-  monkeypatch.setattr(products, "WGMMA", [])
+  monkeypatch.setattr(matmul, "WGMMA", [])
   set_min_groups(monkeypatch, 1)
   flags = on_device(np.zeros(8, np.uint32))   # as on Hopper
   monkeypatch.setattr(FastLinear, "flags", flags)
-  monkeypatch.setattr(products, "new_flags", lambda devices: flags)
+  monkeypatch.setattr(matmul, "new_flags", lambda devices: flags)
 
 
 def check_many_rows(layer: FastLinear, weight: np.ndarray, rows: int, parts: int = 1) -> None:
   """Check the kernel for tensor cores. parts: the partial sums that it returns (split-K)."""
   x = normal(rows, weight.shape[1], kind="float16")
-  assert products.choose_tiles(layer, on_device(x))
+  assert matmul.choose_tiles(layer, on_device(x))
   pairs = zip(np.split(weight, parts, 1), np.split(x, parts, 1), strict=True)
   close(layer(on_device(x)), np.concatenate([multiply(layer, *pair) for pair in pairs]), KINDS["float16"][1])
 
@@ -125,9 +125,9 @@ def test_kernel_for_tensor_cores_in_bfloat16_equals_numpy(use_many_rows, rows, b
 def test_kernel_with_split_k_equals_numpy_for_all_choices(use_many_rows, monkeypatch, rows, min_work_groups, parts):
   set_min_groups(monkeypatch, min_work_groups)
   layer, weight = make_layer("float16", 256, 256, axis=1)
-  key, tiles = products.candidates(layer, on_device(normal(rows, 256)))
+  key, tiles = matmul.candidates(layer, on_device(normal(rows, 256)))
   for choice in tiles[::2]:
-    monkeypatch.setattr(products, "choices", {key: str(choice)})
+    monkeypatch.setattr(matmul, "choices", {key: str(choice)})
     check_many_rows(layer, weight, rows, parts)
 
 
@@ -154,7 +154,7 @@ def test_scales_that_tensor_cores_cannot_use_select_the_generic_layout(monkeypat
 
 
 def test_shared_tiles_fit_shared_memory():
-  for key, candidates in products.TABLES.items():
+  for key, candidates in matmul.TABLES.items():
     for tiles in candidates:
       weight_bytes = tiles.outputs * (32 + 4 if "quantized" in key else 64)   # int8 with scales and offsets
       limit = (96 if tiles.max_groups > 132 else 227) * 1024

@@ -16,7 +16,7 @@ from tinyvllm.config import InputError, JsonObject, check, read_json
 from tinyvllm_extra import models, programs
 from tinyvllm_extra.formats import gguf, hub
 from tinyvllm_extra.formats.fit import DTYPES, GIB, QUANTIZED, estimate_fit, is_in_layer, open_device, prequantized
-from tinyvllm_extra.kernels import drivers, kernel_cache, make_backend, matmul, products
+from tinyvllm_extra.kernels import drivers, kernel_cache, make_backend, matmul
 from tinyvllm_extra.models.matrices import NUMBER_FORMATS
 from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.programs import prepare_tuned_device, tiles_path
@@ -89,7 +89,7 @@ def copies_of(layer: matmul.FastLinear, quantization: str | None) -> list[matmul
     names = ("scale", "offset")[:8 // bits]   # int8 has no offset
     layer.scales = {name: Tensor.empty(tiles, parts, 8, 2, dtype=dtypes.half) for name in names}
   for x in nn.state.get_parameters(layer): x.replace(x.zeros_like().contiguous().realize())
-  layer.flags = products.new_flags(Device.DEFAULT)
+  layer.flags = matmul.new_flags(Device.DEFAULT)
   copies = [copy.copy(layer) for _ in range(min(KERNELS, 1 + BUFFER // layer.weight.nbytes()))]
   for other in copies: other.weight = layer.weight.clone().realize()
   return (copies * KERNELS)[:KERNELS]
@@ -98,10 +98,10 @@ def copies_of(layer: matmul.FastLinear, quantization: str | None) -> list[matmul
 def choose(layers: list[matmul.FastLinear], x: Tensor, kept: dict[str, str]) -> JsonObject:
   """Add the fastest tiles for products of x with the same matrix to `kept`. Return facts for the report. The products
   in a graph share the buffer of their results, so that none starts before another has ended."""
-  def measure(tiles: products.Tiles) -> float:   # microseconds, in calls that take at least 0.1 s together
-    products.choices = {key: str(tiles)}
+  def measure(tiles: matmul.Tiles) -> float:   # microseconds, in calls that take at least 0.1 s together
+    matmul.choices = {key: str(tiles)}
     return 1e6 * seconds_per_layer(layers, x, 0.1)
-  key, (built_in, *others) = products.candidates(layers[0], x)
+  key, (built_in, *others) = matmul.candidates(layers[0], x)
   fastest = min((built_in, *others), key=measure)
   times = {tiles: measure(tiles) for tiles in (built_in, fastest)}   # again, as the fastest of many was also lucky
   best = fastest if GAIN * times[fastest] < times[built_in] else built_in

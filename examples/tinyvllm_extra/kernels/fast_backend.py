@@ -15,7 +15,7 @@ from tinyvllm_extra.models.experts import MixtureBackend
 from tinyvllm_extra.models.layers import VariantConfig
 from tinyvllm_extra.options import LLMConfig
 
-from . import cuda_source, drivers, generic, kernel_cache, matmul, products, tensor_cores
+from . import cuda_source, drivers, generic, kernel_cache, matmul, tensor_cores
 
 
 class FastSampler(Sampler):
@@ -95,9 +95,9 @@ class FastBackend(MixtureBackend):
     ropes, tokens, block_tables = inputs
     if x.shape[0] > tensor_cores.MAX_DECODE and cuda_source.speaks_cuda():
       tokens = tensor_cores.add_query_tiles(tokens, block_tables)
-    reset = products.current.set(tokens)
+    reset = matmul.current.set(tokens)
     try: return run_layers(layers, x, delta, caches, ropes, tokens, block_tables)
-    finally: products.current.reset(reset)
+    finally: matmul.current.reset(reset)
 
   def kv_layout(self, model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
     """Return the shape and dtype of a block in each cache tensor of a layer: K, V and, for int8, the scales. The layout

@@ -14,7 +14,7 @@ from tinyvllm.backend import Backend, renderer
 from tinyvllm.runner import GraphKey, Runner
 from tinyvllm_extra.graph_policy import PaddedGraphs
 
-from . import products
+from . import matmul
 from .cpu import EXP2
 
 TINYGRAD = importlib.metadata.version("tinygrad")
@@ -83,7 +83,7 @@ class StoredStep(pickle.Pickler):
     self.numbers: dict[UOp, int] = {}
     self.dump([runner.backend, runner.model, runner.config, runner.logits, runner.kv_caches, runner.ropes,
                runner.block_tables, runner.last_tokens, words])
-    self.path = folder.file(renderer(), self.stream.getvalue(), key, source_hash(), products.choices)
+    self.path = folder.file(renderer(), self.stream.getvalue(), key, source_hash(), matmul.choices)
 
   def persistent_id(self, x: object) -> tuple | None:
     if isinstance(x, Tensor): return self.persistent_id(x.uop.base), x.shape

@@ -45,7 +45,7 @@ def add_query_tiles(tokens: Tensor, block_tables: Tensor) -> Tensor:
   """Return tokens, (columns, T) int32, with two more columns. Row n of the first one describes query tile n, up to
   tile_size consecutive tokens of a sequence: tile_size * first token + number of further tokens, or -1 for no tile. A
   sequence's only token is in no tile if it is among the first ones, up to the number of slots, where the scheduler has
-  decodes: see read. Each row of the second column, products.COUNT, is the number of tokens without padding."""
+  decodes: see read. Each row of the second column, matmul.COUNT, is the number of tokens without padding."""
   size, slots = tile_size(int(tokens.shape[1])), int(block_tables.shape[0])
   slot = TOKENS.read(tokens)["slot"]                                    # (T,)
   t = Tensor.arange(slot.shape[0], dtype=dtypes.int32)
