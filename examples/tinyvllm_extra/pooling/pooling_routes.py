@@ -7,7 +7,7 @@ from fastapi.responses import Response
 
 from tinyvllm import RequestOutput
 from tinyvllm.config import JsonObject, check, check_ids
-from tinyvllm_extra.serving.errors import Refusal
+from tinyvllm_extra.serving import answers, errors
 from tinyvllm_extra.serving.generation import Serving, add_fields
 from tinyvllm_extra.serving.protocol import Body, Int, Prompts, with_fields
 
@@ -72,9 +72,8 @@ class PoolingServing(Serving):
     return {**self.head("score", outputs), "object": "list", "data": data}
 
   def head(self, prefix: str, outputs: list[RequestOutput] | list[PoolingRequestOutput]) -> JsonObject:
-    total = sum(len(output.prompt_token_ids) for output in outputs)
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.names[0],
-            "usage": {"prompt_tokens": total, "completion_tokens": 0, "total_tokens": total}}
+            "usage": answers.usage_of(sum(len(output.prompt_token_ids) for output in outputs), 0)}
 
   async def scores(self, body: Body, names: tuple[str, str], *texts: Texts) -> list[PoolingRequestOutput]:
     for name, x in zip(names, texts, strict=True): check_number(name, x)
@@ -94,5 +93,5 @@ class PoolingServing(Serving):
       wave = requests[start:start + size]
       async for _ in self.steps(wave): pass
       if any(request.sequences[0].finish_reason == "abort" for request in wave):
-        raise Refusal(503, "the request was aborted by --request-timeout or the shutdown of the server: retry later")
+        raise errors.Refusal(503, "the request was aborted by --request-timeout or the server's shutdown: retry later")
     return [request.output() for request in requests]

@@ -60,13 +60,6 @@ def advance(beams: Beams, outputs: Iterator[RequestOutput], params: BeamSearchPa
   return finished + [beam for beam in longer if not beam.finish_reason][:params.beam_width]
 
 
-def best_beams(beams: Beams, params: BeamSearchParams, llm: Engine) -> BeamSearchOutput:
-  """Return the beams with the best log probabilities, normalized by the length without the prompt, with their text."""
-  best = sorted(beams, key=lambda beam: -beam.cum_logprob / len(beam.logprobs)**params.length_penalty)
-  for beam in best[:params.beam_width]: beam.text = llm.tokenizer.decode(beam.tokens)
-  return BeamSearchOutput(best[:params.beam_width])
-
-
 def beam_search(llm: Engine, prompts: Prompt | list[Prompt] | list[str], params: BeamSearchParams,
                 lora_request: LoRARequest | None = None, use_tqdm: bool = False, concurrency_limit: int | None = None
                 ) -> list[BeamSearchOutput]:
@@ -82,4 +75,8 @@ def beam_search(llm: Engine, prompts: Prompt | list[Prompt] | list[str], params:
     outputs = iter(llm.generate([add_fields(x, lora_request=lora_request) for x in jobs], step, use_tqdm))
     searches = [advance(beams, outputs, params, llm) for beams in searches]
     jobs = [{"prompt_token_ids": beam.tokens} for beams in searches for beam in beams if not beam.finish_reason]
-  return [best_beams(beams, params, llm) for beams in searches]
+  # By log probability, normalized by the length without the prompt
+  def rank(beam: BeamSearchSequence) -> float: return -beam.cum_logprob / len(beam.logprobs)**params.length_penalty
+  results = [BeamSearchOutput(sorted(beams, key=rank)[:params.beam_width]) for beams in searches]
+  for beam in [beam for result in results for beam in result.sequences]: beam.text = llm.tokenizer.decode(beam.tokens)
+  return results

@@ -44,11 +44,9 @@ class Generation:
     return {**usage_of(*num_tokens(self.requests)), "prompt_tokens_details": {"cached_tokens": cached}}
 
 
-class Token(NamedTuple):
-  """A token with its log probabilities."""
-  before: list[int]   # the previous token, if any
-  id: int
-  logprobs: dict[int, Logprob]   # its own and the best ones; empty for the first token of a prompt
+# A token after the previous one, if any, with the log probabilities of it and of the best ones; the first token of a
+# prompt has none
+Token = NamedTuple("Token", [("before", list[int]), ("id", int), ("logprobs", dict[int, Logprob])])
 
 
 def event(content: JsonObject) -> bytes:

@@ -114,10 +114,9 @@ class StreamOptions(Body): ...
 class FunctionDefinition(Body): ...
 
 
-@with_fields(function=(FunctionDefinition, ...))
+@with_fields(type=(Literal["function"], "function"), function=(FunctionDefinition, ...))
 class Tool(Body):
   """A function, also as a tool_choice, which needs only its name."""
-  type: Literal["function"] = "function"
 
 
 @with_fields(mode=(Literal["auto", "required"], ...))

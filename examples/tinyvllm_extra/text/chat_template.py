@@ -1,7 +1,7 @@
 """Renders conversations with a model's chat template, in the environment that transformers gives to templates
 (transformers/utils/chat_template_utils.py). A client returns the answers of any server, and each chat template accepts
 only some forms of them."""
-import datetime, functools, json, pathlib, re
+import functools, json, pathlib, re, time
 from collections.abc import Callable, Iterator
 
 from tinyvllm.config import InputError, JsonObject, check
@@ -29,8 +29,7 @@ def compile_template(source: str) -> tuple[Callable[..., str], bool]:
   from jinja2 import ext, sandbox
   env = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols])
   env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)   # Jinja's own escapes HTML
-  env.globals["raise_exception"] = functools.partial(check, False)
-  env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+  env.globals.update(raise_exception=functools.partial(check, False), strftime_now=time.strftime)
   render = env.from_string(GENERATION.sub(r"\1with", source)).render
   try: text = render(messages=[{"role": "user", "content": [{"type": "text", "text": END}]}])
   except Exception: text = ""   # not with a list
