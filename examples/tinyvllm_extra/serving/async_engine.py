@@ -26,9 +26,11 @@ class StepError(RuntimeError):
   """The engine ended the request: a step or its output failed (the traceback is logged), or the engine shut down."""
 
 
-# Receives a request's outputs. `receive` runs in `loop`; its bool is True if the request has ended
-Receive = Callable[[Request, list[Delta], bool], None]
-Reader = NamedTuple("Reader", [("loop", asyncio.AbstractEventLoop), ("receive", Receive)])
+# Receives requests' outputs in an event loop
+Reader = NamedTuple("Reader", [("loop", asyncio.AbstractEventLoop), ("arrived", asyncio.Queue[tuple[Request, Delta]])])
+
+
+def is_last(delta: Delta) -> bool: return isinstance(delta, Exception) or delta.finished
 
 
 class CaptureThread(threading.Thread):
@@ -158,9 +160,8 @@ class Driver:
       deltas = [self.new_output(request)] if request in self.due or not error else []
       if error: deltas.append(error)
       self.due.pop(request, None)
-      last = isinstance(deltas[-1], Exception) or deltas[-1].finished
-      reader = self.readers.pop(request) if last else self.readers[request]
-      calls[reader.loop].append(functools.partial(reader.receive, request, deltas, last))
+      reader = self.readers.pop(request) if is_last(deltas[-1]) else self.readers[request]
+      calls[reader.loop] += [functools.partial(reader.arrived.put_nowait, (request, delta)) for delta in deltas]
     for loop, batch in calls.items():
       batch.append(functools.partial(loop.call_soon, have_run.set))   # runs after the readers
       with contextlib.suppress(RuntimeError):
@@ -231,25 +232,21 @@ class AsyncLLM:
     """Run requests from `llm.make_request`; yield the outputs since the last yield, with each request's index. Closing
     the generator ends all requests, unless the close is cancelled, too."""
     arrived = asyncio.Queue[tuple[Request, Delta]]()   # not yielded yet
+    reader = Reader(asyncio.get_running_loop(), arrived)
     unfinished = set(requests)
-
-    def receive(request: Request, deltas: list[Delta], last: bool) -> None:
-      for delta in deltas: arrived.put_nowait((request, delta))
-      if last: unfinished.remove(request)
-
-    reader = Reader(asyncio.get_running_loop(), receive)
     for request in requests: self._driver.post(functools.partial(self._driver.add, request, reader))
     try:
-      while unfinished or not arrived.empty():
+      while unfinished:
         received = [await arrived.get()]
         while not arrived.empty(): received.append(arrived.get_nowait())
+        unfinished.difference_update(request for request, delta in received if is_last(delta))
         outputs = [(requests.index(request), delta) for request, delta in received if not isinstance(delta, Exception)]
         errors = [delta for _, delta in received if isinstance(delta, Exception)]
         if outputs: yield outputs
         for error in errors: raise error
     finally:
       for request in unfinished: self._driver.post(functools.partial(self._driver.end, request))
-      while unfinished: await arrived.get()
+      while unfinished: unfinished.difference_update(x for x, delta in [await arrived.get()] if is_last(delta))
 
   def abort(self, request_id: str) -> None:
     """End a request in any state with finish_reason "abort". Any thread may call this."""
