@@ -132,11 +132,10 @@ def test_other_tensor_names_give_recorded_ids(tmp_path, name, rename):
 
 # The least correlation measured on the CPU: 0.99998 in float16, 0.9976 in int8, 0.874 in int4; phi3_short has 0.9893 if
 # its activations are int8, too
-@pytest.mark.parametrize("name,options,limit", [
-  ("gpt2", {"quantization": "int8"}, 0.995), *slow(
-    ("phi3_short", {"quantization": "int8", "activation_quantization": "none"}, 0.99),
-    ("gemma2", {"quantization": "int8"}, 0.99), ("qwen3_5", {"quantization": "int8"}, 0.98),
-    ("gpt2", {"dtype": "float16"}, 0.9999), ("gpt2", {"quantization": "int4"}, 0.85))])
+NARROW = [*map(tuple, CONFIGS["narrow weights"])]
+
+
+@pytest.mark.parametrize("name,options,limit", mark_slow_except(NARROW[:1], NARROW))
 def test_narrow_weights_give_similar_logits(tmp_path, name, options, limit):
   recorder = LogitsRecorder(LLM(write_model(tmp_path, name), **OPTIONS | options))
   for ids, expected in zip(make_prompts(name), np.load(DATA / f"{name}.npy"), strict=True):
