@@ -77,7 +77,7 @@ def test_tensor_above_largest_tensor_raises_with_sizes(tmp_path, monkeypatch, dt
   supported_dtypes = renderer.supported_dtypes
   monkeypatch.setattr(renderer, "supported_dtypes", lambda self: supported_dtypes(self) - {dtypes.float16})
   monkeypatch.setattr("tinyvllm.backend.Memory.largest_tensor", lambda self: size - 1)
-  check_refused(folder, folder, "embed_tokens", f"{size} bytes", size - 1)
+  check_refused(folder, f"{folder}: model.embed_tokens: ", f"{size} bytes", size - 1, "DEV=CPU")
   monkeypatch.setattr("tinyvllm.backend.Memory.largest_tensor", lambda self: size)
   assert LLM(folder, **AUTO).generate({"prompt_token_ids": IDS}, SamplingParams(max_tokens=1))[0].finished
 

@@ -245,11 +245,6 @@ def test_indivisible_model_size_raises_with_valid_counts(tmp_path, config, count
     LLM(tiny_model(tmp_path, **config), **SMALL, tensor_parallel_size=count)
 
 
-def test_enforce_eager_on_two_devices_raises(words_folder):
-  with pytest.raises(InputError, match="tensor_parallel_size=2 .*enforce_eager=False"):
-    LLM(words_folder, **SMALL, enforce_eager=True, tensor_parallel_size=2)
-
-
 class FakeCuda:
   """A stub of tinygrad's Device with three GPUs."""
   DEFAULT, default, canonicalize = "CUDA", SimpleNamespace(count=lambda: 3), Device.canonicalize
