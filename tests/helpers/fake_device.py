@@ -14,7 +14,7 @@ from tinyvllm_extra.kernels import FastBackend, drivers, kernel_cache
 from tinyvllm_extra.sampling.logits import ADJUSTMENTS, NUM_BEST, HiddenStatesPlan, LogitsPlan
 
 from .models import load
-from .reference import head, head_sizes, hidden_states, log_softmax, reference_sampling_mask
+from .reference import gumbel_noise, head, head_sizes, hidden_states, log_softmax, reference_sampling_mask
 
 
 RACE = -9   # a token id that no step may read
@@ -147,20 +147,6 @@ class LlamaDevice:
     best = np.argsort(-x, 1, "stable")[:, :NUM_BEST]
     pairs = np.stack([best, np.take_along_axis(x, best, 1)], 2).reshape(len(x), -1)
     return np.concatenate([*columns, pairs], 1).astype(np.float32)
-
-
-def mix_bits(x: np.ndarray) -> np.ndarray:
-  """lowbias32 of Wellons' hash-prospector, on uint32."""
-  for shift, factor in ((16, 0x7feb352d), (15, 0x846ca68b)): x = (x ^ x >> np.uint32(shift)) * np.uint32(factor)
-  return x ^ x >> np.uint32(16)
-
-
-def gumbel_noise(seed_low: int, seed_high: int, position: int, vocab_size: int) -> np.ndarray:
-  """Return the noise of a row of logits, (V,)."""
-  low, high, at = (np.array([x], np.uint32) for x in (seed_low, seed_high, position))
-  key = mix_bits(low ^ mix_bits(high ^ mix_bits(at)))
-  bits = mix_bits(mix_bits(np.arange(vocab_size, dtype=np.uint32)) ^ key) >> np.uint32(9)
-  return -np.log(-np.log((bits + 0.5) * 2.0**-23))
 
 
 class Graph:

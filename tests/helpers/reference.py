@@ -134,6 +134,20 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
   return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
+def mix_bits(x: np.ndarray) -> np.ndarray:
+  """lowbias32 of Wellons' hash-prospector, on uint32."""
+  for shift, factor in ((16, 0x7feb352d), (15, 0x846ca68b)): x = (x ^ x >> np.uint32(shift)) * np.uint32(factor)
+  return x ^ x >> np.uint32(16)
+
+
+def gumbel_noise(seed_low: int, seed_high: int, position: int, vocab_size: int) -> np.ndarray:
+  """Return the noise of a row of logits, (V,)."""
+  low, high, at = (np.array([x], np.uint32) for x in (seed_low, seed_high, position))
+  key = mix_bits(low ^ mix_bits(high ^ mix_bits(at)))
+  bits = mix_bits(mix_bits(np.arange(vocab_size, dtype=np.uint32)) ^ key) >> np.uint32(9)
+  return -np.log(-np.log((bits + 0.5) * 2.0**-23))
+
+
 def chi_square_passes(ids, p):
   """Return True if the counts of ids fit the probabilities p: chi-square test with Wilson-Hilferty's critical value at
   1e-4. Rare ids form one group."""
@@ -177,3 +191,23 @@ def changed(logits, prompt_ids, output_ids, options, encode=SPM.EncodeAsIds):
     x[i] -= options.get("frequency_penalty", 0) * output_ids.count(i)
     x[i] -= options.get("presence_penalty", 0) * (i in output_ids)
   return np.where(np.isin(np.arange(len(x)), candidates), x, -np.inf)
+
+
+def reference_ids(folder, prompt_ids, n, margin, encode=SPM.EncodeAsIds, penalized=None, **options):
+  """Return the n ids that follow a prompt with these sampling options, up to an end token, or None if rounding could
+  change one. margin: the least difference of the two best logits. penalized: prompt tokens that penalties count."""
+  ids, filters = [], [options.get(x, default) for x, default in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))]
+  while len(ids) < n and not end_ids(options) & {*ids}:
+    logits = reference_logits(folder, [*prompt_ids, *ids])[-1]
+    x = changed(logits, penalized or prompt_ids, ids, options, encode)
+    if (temperature := options.get("temperature", 0)) >= 1e-5:   # else greedy
+      finite = np.isfinite(x)
+      keep = reference_sampling_mask(x, temperature, *filters) & finite
+      for error in np.random.default_rng(0).standard_normal((8, len(x))) * 1e-3:
+        if (reference_sampling_mask(x + error, temperature, *filters) & finite != keep).any(): return None
+      words = options["seed"] % 2**32, options["seed"] // 2**32 % 2**32
+      x = np.where(keep, x / temperature + gumbel_noise(*words, len(prompt_ids) + len(ids) - 1, len(x)), -np.inf)
+    second, best = np.sort(x)[-2:]
+    if best - second < margin: return None
+    ids.append(int(x.argmax()))
+  return ids

@@ -4,9 +4,9 @@ import functools
 
 import numpy as np
 import pytest
-from helpers.fake_device import mix_bits
 from helpers.parameters import slow
-from helpers.reference import chi_square_passes, log_softmax, reference_probabilities, reference_sampling_mask
+from helpers.reference import (chi_square_passes, log_softmax, mix_bits, reference_probabilities,
+                               reference_sampling_mask)
 from helpers.tensor_cores import run_on_cpu
 from tinygrad import Tensor, TinyJit, dtypes
 
