@@ -7,11 +7,10 @@ import random
 import sys
 from collections import Counter
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from helpers.engines import BS, assert_same_outputs, check_invariants, greedy, ids_of, prompt, set_overlap, tokens
-from helpers.faults import Failed, PLACES, break_steps, fail_once, finish, finish_broken, run_random, step
+from helpers.faults import Failed, PLACES, add_fault, break_steps, fail_once, finish, finish_broken, run_random, step
 from helpers.parameters import slow
 from helpers.reference import reference_greedy
 
@@ -126,17 +125,15 @@ def test_random_failures_change_no_output(engine, folder, monkeypatch, overlaps,
   assert len(requests) > 10 and failures > 20 and engine.get_metrics()["num_preemptions"] > before
 
 
-def test_failed_output_is_returned_by_the_next_step(engine, folder, overlaps):
+def test_failed_output_is_returned_by_the_next_step(engine, folder, monkeypatch, overlaps):
   """Outputs are created after the tokens are appended: if that fails, the next step returns the finished request."""
   jobs = {name: (prompt(length, overlaps, name, "untold"), n) for name, length, n in (("a", 5, 1), ("b", 3, 4))}
   for name, (ids, n) in jobs.items(): engine.add_request(name, tokens(ids), greedy(n))
-  make_output = tinyvllm.engine.Request.output
   for last_name in ("a", "b"):
-    def output(request, delta=False, last_name=last_name):
-      if request.request_id == last_name and request.finished: raise Failed("output")
-      return make_output(request, delta)
     last = {}
-    with patch.object(tinyvllm.engine.Request, "output", output), pytest.raises(Failed, match="output"):
+    with monkeypatch.context() as patch, pytest.raises(Failed, match="output"):
+      add_fault(patch, tinyvllm.engine.Request, "output", Failed("output"),
+                lambda request, name=last_name: request.request_id == name and request.finished)
       while engine.has_unfinished_requests(): last |= {output.request_id: output for output in engine.step()}
     assert last_name not in last or not last[last_name].finished
     outputs = {output.request_id: output for output in engine.step()}
