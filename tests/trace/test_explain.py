@@ -2,24 +2,22 @@
 import re
 
 import pytest
+from helpers.commands import error_line, run_command
 
 from tinyvllm import LLM, SamplingParams
-from tinyvllm_extra.cli import main
 
 pytestmark = pytest.mark.real   # with the bundled model
 PROMPT = "The cat sat on the"
 
 
-def printed(capsys, *flags: str) -> str:
-  assert main(["generate", PROMPT, "--max-tokens", "6", *flags]) == 0
-  return capsys.readouterr().out
+def printed(*flags: str) -> str: return run_command("generate", PROMPT, "--max-tokens", 6, *flags).stdout
 
 
 @pytest.mark.parametrize("flags", [[], ["--max-num-batched-tokens", "4", "--max-num-seqs", "4"]])
-def test_first_steps_are_printed_before_the_text(capsys, flags):
+def test_first_steps_are_printed_before_the_text(flags):
   """With 4 tokens per step the prompt needs two steps, and the first has no row of logits."""
-  text = printed(capsys, "--explain", *flags)
-  assert text.endswith(f"\n{printed(capsys)}")
+  text = printed("--explain", *flags)
+  assert text.endswith(f"\n{printed()}")
   steps = re.split(r"^Step (\d)$", text, flags=re.M)[1:]
   assert steps[::2] == ["1", "2", "3"]
   llm = LLM()
@@ -36,6 +34,6 @@ def test_first_steps_are_printed_before_the_text(capsys, flags):
   assert re.search("most likely: ([^,]*)", text)[1].rpartition(" ")[0] == repr(best[0].decoded_token)
 
 
-def test_a_server_explains_no_steps(capsys):
-  assert main(["generate", PROMPT, "--explain", "--url", "http://127.0.0.1:9"]) == 1
-  assert "remove --url and --api-key" in capsys.readouterr().err
+def test_a_server_explains_no_steps():
+  run = run_command("generate", PROMPT, "--explain", "--url", "http://127.0.0.1:9")
+  assert "remove --url and --api-key" in error_line(run)
