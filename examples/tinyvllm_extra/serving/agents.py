@@ -72,7 +72,7 @@ def chat_request(body: Body, **fields: object) -> ChatCompletionRequest:
 # answer's blocks become content blocks. https://docs.anthropic.com/en/api/messages
 
 # Claude Code's first line of the system prompt, which differs in each request and so would defeat the prefix cache
-BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:.*\n?")
+BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:.*\n*")
 
 
 @with_fields(thinking=str, id=str, name=str, input=JsonObject, tool_use_id=str, content=str | list[Part])
@@ -99,9 +99,8 @@ class MessagesRequest(Body):
   def to_chat(self) -> ChatCompletionRequest:
     """Return the chat for a body. Raises InputError for content that is not text."""
     messages: list[JsonObject] = []
-    for part in [self.system] if isinstance(self.system, str) else self.system or []:
-      text = BILLING_HEADER.sub("", part if isinstance(part, str) else text_of([part], "system"))
-      if text: add_message(messages, "system", text)
+    instructions = BILLING_HEADER.sub("", text_of(self.system, "system"))
+    if instructions: add_message(messages, "system", instructions)
     for i, message in enumerate(self.messages): add_turn(messages, message, f"messages.{i}.content")
     is_prefilled = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     choice = self.tool_choice or MessagesToolChoice(type="auto")

@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import pydantic
 
-from tinyvllm import SamplingParams
 from tinyvllm.config import JsonObject, check, logger, read_json
 from tinyvllm_extra.llm import LLM
+from tinyvllm_extra.sampling.params import MAX_INT, SamplingParams
 from tinyvllm_extra.text import huggingface, parsers, tools
-
-UNLIMITED = 2**31 - 1   # max_tokens without a limit below max_model_len
-
 
 # Fields
 
@@ -193,9 +190,9 @@ def sampling_params(body: GenerationRequest, defaults: JsonObject, escapes: Json
   fields = {**defaults, **{name: value for name, value in body if name in SAMPLING and value is not None}}
   check_sizes(fields)
   if body.repeat_penalty is not None: fields["repetition_penalty"] = body.repeat_penalty   # llama.cpp's name
-  if fields.get("max_tokens") == -1: fields["max_tokens"] = UNLIMITED   # llama.cpp's "no limit"
+  if fields.get("max_tokens") == -1: fields["max_tokens"] = MAX_INT   # llama.cpp's "no limit"
   if isinstance(body, ChatCompletionRequest):
-    fields.setdefault("max_tokens", UNLIMITED)
+    fields.setdefault("max_tokens", MAX_INT)
     if body.max_completion_tokens is not None: fields["max_tokens"] = body.max_completion_tokens
     check(body.logprobs or not body.top_logprobs, "top_logprobs: requires logprobs=true")
     fields["logprobs"] = body.top_logprobs or 0 if body.logprobs else None
@@ -261,10 +258,10 @@ def encode_prompts(body: GenerationRequest, engine: LLM, trusts_template: bool) 
     if isinstance(prompt, list): ids = prompt
     elif limit is None and is_plain: return {"prompt": prompt}
     else:
-      text = prompt[kept(int(min(engine.tokenizer.max_characters, UNLIMITED)))] if limit else prompt
+      text = prompt[kept(int(min(engine.tokenizer.max_characters, MAX_INT)))] if limit else prompt
       ids = engine.tokenizer.encode(text, has_special)
       if is_plain and len(ids) <= limit and text == prompt: return {"prompt": prompt}
-    return {"prompt_token_ids": ids[kept(limit or UNLIMITED)]}
+    return {"prompt_token_ids": ids[kept(limit or MAX_INT)]}
 
   return [encode(prompt) for prompt in prompts]
 

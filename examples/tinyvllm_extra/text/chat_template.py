@@ -12,7 +12,6 @@ GENERATION = re.compile(r"({%[-+]?\s*(?:end)?)generation\b")
 PARTS = ("text", "refusal", "thinking")   # endings of the types of parts with text, such as input_text
 CHECKS_CALL_IDS = re.compile(r"length *!= *9")   # Mistral's templates require 9 letters or digits
 INSTRUCTIONS = ("system", "developer")   # roles
-Messages = list[JsonObject]
 REASONING = ("reasoning_content", "thinking", "reasoning")   # names of a message's reasoning
 
 
@@ -61,7 +60,7 @@ def text_of(part: JsonObject | str) -> str:
   return str(text)
 
 
-def forms(messages: Messages) -> Iterator[Messages]:
+def forms(messages: list[JsonObject]) -> Iterator[list[JsonObject]]:
   """Yield a conversation with calls' arguments as objects and as text, and with all instructions in one first message:
   templates accept one form, or drop a later instruction."""
   instructions = [x for x in messages if x.get("role") in INSTRUCTIONS]
