@@ -1,5 +1,5 @@
 """Estimates the memory that a model uses on a device: from its config.json, or from the tensors in its files."""
-import math, pathlib, re
+import collections, math, pathlib, re
 from typing import TYPE_CHECKING, NamedTuple
 
 from tinygrad import Context, Device, dtypes, nn
@@ -106,8 +106,9 @@ def checkpoint_bytes(source: "FastCheckpoint", quantization: str | None) -> int:
 def loading_bytes(source: "FastCheckpoint", quantization: str | None) -> int:
   """Return the memory that loading takes on a CPU. Outside of layers, the largest matrix loads early and is in memory
   three times: mapped, reordered, and as the weight. In layers, quantization takes up to five times a matrix."""
-  layers, others = ([x.nbytes for name, x in source.tensors.items() if is_in_layer(name) is in_layers]
-                    for in_layers in (True, False))
+  sizes = collections.Counter[str]()   # a matrix of all experts is one
+  for name, x in source.tensors.items(): sizes[re.sub(r"experts\.\d+", "experts", name)] += x.nbytes
+  layers, others = ([n for name, n in sizes.items() if is_in_layer(name) is in_layers] for in_layers in (True, False))
   return max(checkpoint_bytes(source, quantization) + 5 * max(layers, default=0), 4 * max(others, default=0))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from tinyvllm.config import JsonObject, check, logger, read_json
-from tinyvllm_extra.models.matrices import E2M1, E2M1_VALUES, E4M3, Matrix, Quantized, is_small_float, narrow
+from tinyvllm_extra.models.matrices import E2M1, E4M3, SMALL_FLOATS, Matrix, Quantized, is_small_float, narrow
 
 if TYPE_CHECKING: from .weights import FastCheckpoint
 
@@ -88,13 +88,8 @@ def unpack_words(words: np.ndarray, bits: int, axis: int, bit_order: Sequence[in
   return np.moveaxis(values.astype(np.uint8).reshape(*values.shape[:-2], -1), -1, axis)
 
 
-def decode_float(x: np.ndarray) -> np.ndarray:
-  """Decode E2M1, or 8-bit floats with 4 bits of exponent and 3 of mantissa (Micikevicius et al. 2022), to float32."""
-  if x.dtype == E2M1: return np.concatenate([E2M1_VALUES, -E2M1_VALUES])[x.view(np.uint8)]
-  codes = np.arange(256, dtype=np.uint16)   # moved to the upper bits of a float16, they are 2**8 times too small
-  values = ((codes & 128) << 8 | (codes & 127) << 7).view(np.float16).astype(np.float32) * 256
-  values[[127, 255]] = np.nan
-  return values[x.view(np.uint8)]
+# E4M3 or E2M1 in float32
+def decode_float(x: np.ndarray) -> np.ndarray: return SMALL_FLOATS[x.dtype][x.view(np.uint8)]
 
 
 def round_scales(w: Matrix) -> Matrix:
@@ -209,24 +204,13 @@ def read_bitsandbytes(source: "FastCheckpoint", name: str, shape: tuple[int, int
   return weight.astype(config["dtype"]) if config["dtype"] != "bfloat16" else to_bfloat16(weight)
 
 
-def read_stacked(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix:
-  """Read matrices of all experts, (experts, in, out), as one with stacked rows."""
-  stored = source.tensors.get(f"{name}.weight")
-  if stored is None or len(stored.shape) != 3 or ".experts." not in name: return read_matrix(source, name, shape)
-  count = stored.shape[0]
-  weight = source.array(f"{name}.weight", count, shape[1], shape[0] // count)
-  return np.ascontiguousarray(weight.swapaxes(1, 2)).reshape(shape)
-
-
 def read_mxfp4(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix:
   """Read e2m1 in blocks of 32 along the inputs with a power of two as their scale (OCP Microscaling Formats 1.0)."""
-  stored = source.tensors.get(f"{name}.blocks")
-  if stored is None: return read_stacked(source, name, shape)
-  count, groups = stored.shape[0], shape[1] // 32
-  sizes = count, shape[0] // count, groups
-  blocks, scales = source.array(f"{name}.blocks", *sizes, 16), source.array(f"{name}.scales", *sizes)
+  if f"{name}.blocks" not in source.tensors: return read_matrix(source, name, shape)
+  groups = shape[0], shape[1] // 32
+  blocks, scales = source.array(f"{name}.blocks", *groups, 16), source.array(f"{name}.scales", *groups)
   q = np.stack([blocks & 15, blocks >> 4], -1).reshape(shape).view(E2M1)
-  scale = np.ldexp(np.float32(1), scales.astype(np.int32) - 127).reshape(shape[0], groups)
+  scale = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
   return Quantized(q, scale, None, np.arange(shape[1]))
 
 

@@ -20,7 +20,7 @@ from tinyvllm_extra.text.huggingface import ChatTokenizer, load_tokenizer
 
 from . import fit
 from .quantization import (READERS, UNUSED, dequantize, describe, find_layouts, map_rows, pad_rows, quantize,
-                           read_stacked, round_scales, split, stack, to_float32)
+                           read_matrix, round_scales, split, stack, to_float32)
 
 EXACT = (".gate", "_expert_gate", ".in_proj_b")   # matrices of routers and gates, which are never quantized at load
 MATRICES = (".weight", ".qweight", ".weight_packed")
@@ -61,8 +61,8 @@ class StoredTensor:
     return describe(config) + ("" if is_native else ", dequantized")
 
   def split(self, names: list[str]) -> dict[str, "StoredTensor"]:
-    """Return a matrix for each name: equal parts of this tensor, with its columns."""
-    part = dataclasses.replace(self, shape=(math.prod(self.shape[:-1]) // len(names), self.shape[-1]))
+    """Return a tensor for each name: equal parts of this one, without its first axis."""
+    part = dataclasses.replace(self, shape=(math.prod(self.shape[:2]) // len(names), *self.shape[2:]))
     return {name: dataclasses.replace(part, start=self.start + i * part.nbytes) for i, name in enumerate(names)}
 
 
@@ -233,9 +233,6 @@ class SafetensorsCheckpoint(FastCheckpoint):
     tensors = {}
     for file in {self.path / name for name in index.get("weight_map", {"": "model.safetensors"}).values()}:
       for name, tensor in read_safetensors(file, FLOATS | NUMBERS if self.method else FLOATS).items():
-        if "experts." in name:   # gpt-oss: all experts in one tensor
-          name = re.sub(r"(_proj)(?:_(bias|blocks|scales))?$", lambda x: f"{x[1]}.{x[2] or 'weight'}", name)
-          if name.endswith(".bias"): tensor = dataclasses.replace(tensor, shape=(math.prod(tensor.shape),))
         if not name.startswith("mtp."): tensors[name] = tensor   # else of layers that draft tokens
     if "embed_tokens.weight" in tensors: return {f"model.{name}": x for name, x in tensors.items()}   # Qwen3-Embedding
     if "text_config" not in self.hf_config: return tensors
@@ -243,7 +240,7 @@ class SafetensorsCheckpoint(FastCheckpoint):
     return {match[2] or f"model.{match[1]}": x for match, x in matches.items() if match}
 
   def read_matrices(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
-    return [READERS.get(self.method, read_stacked)(self, name, shape) for name, shape in shapes.items()]
+    return [READERS.get(self.method, read_matrix)(self, name, shape) for name, shape in shapes.items()]
 
 
 def supports_e4m3() -> bool:

@@ -40,12 +40,11 @@ class MixtureLayer(VariantLayer):
     if not isinstance(backend, MixtureBackend):
       raise InputError(f"backend: {type(backend).__name__} has no experts: leave it out")
 
-    parts = [""] if config.is_stacked else [f"{i}." for i in range(count)]
     def experts(names: list[str], in_features: int, out_features: int) -> Any:
-      sources = [f"{self.name}.mlp.experts.{part}{name}_proj" for part in parts for name in names]
+      sources = [f"{self.name}.mlp.experts.{i}.{name}_proj" for i in range(count) for name in names]
       rows = dict.fromkeys(sources, count * out_features // len(sources))
       return backend.Experts(in_features, rows, config.expert_bias, self.dtype, num_experts=count)
-    self.gate_up = experts(["gate_up"] if config.is_stacked else ["gate", "up"], config.hidden_size, 2 * size)
+    self.gate_up = experts(["gate_up"] if config.expert_bias else ["gate", "up"], config.hidden_size, 2 * size)
     self.down = experts(["down"], size, config.hidden_size)
     if not config.has_shared_expert: return
     super().make_mlp()

@@ -14,6 +14,7 @@ from tinyvllm.llama import Layer, Llama, rope_table
 from tinyvllm_extra.options import check_one_device
 
 L = TypeVar("L", bound=Linear)
+ALL_EXPERTS = re.compile(r"(.*experts)\.(\w+)_proj(?:_(bias|blocks|scales))?")   # tensors with a matrix of each expert
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +49,7 @@ class VariantConfig(ModelConfig):
   num_experts_per_tok: int = 0
   moe_intermediate_size: int = 0
   norm_topk_prob: bool = True        # the weights of a token's experts sum to 1
-  is_stacked: bool = False           # the checkpoint has all experts in one tensor
-  expert_bias: bool = False          # biases of the router and the experts
+  expert_bias: bool = False          # biases of the router and the experts, whose gate and up are one matrix (gpt-oss)
   has_shared_expert: bool = False    # the MLP computes all tokens, scaled by a gate
   swiglu_alpha: float = 0            # factor in gpt-oss's activation (arXiv:2508.10925); 0: silu instead
   swiglu_limit: float = 0            # limit of its inputs
@@ -226,13 +226,16 @@ class LlamaVariant(Llama):
 
   def arrange(self, tensors: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's tensors with the names and shapes of this model's modules. The matrices of all experts may
-    be in one tensor, (count, out, in)."""
+    be in one tensor, (count, out, in) or, in gpt-oss, (count, in, out)."""
     renamed = {functools.reduce(lambda text, parts: text.replace(*parts), self.config.renamed.items(), name): x
                for name, x in tensors.items()}
-    for name in [x for x in renamed if not self.config.is_stacked and re.search(r"experts\.\w+_proj\.weight$", x)]:
-      experts, matrix = name.removesuffix("_proj.weight").rsplit(".", 1)
-      renamed |= renamed.pop(name).split([f"{experts}.{i}.{part}_proj.weight" for i in range(self.config.num_experts)
-                                          for part in matrix.split("_")])
+    for match in filter(None, map(ALL_EXPERTS.fullmatch, [*renamed])):
+      experts, matrix, suffix = match.groups("weight")
+      names = [matrix] if self.config.expert_bias else matrix.split("_")
+      matrices = renamed.pop(match[0]).split([f"{experts}.{i}.{name}_proj.{suffix}"
+                                              for i in range(self.config.num_experts) for name in names])
+      is_transposed = self.config.expert_bias and suffix == "weight"
+      renamed |= {name: x.T if is_transposed else x for name, x in matrices.items()}
     return renamed
 
   def ropes(self, length: int) -> list[Tensor]:

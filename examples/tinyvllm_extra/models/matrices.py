@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes, helpers
-from tinygrad.dtype import DType
+from tinygrad.dtype import DType, fp8_to_float
 
 from tinyvllm.backend import Linear, Module
 from tinyvllm.llama import Checkpoint
@@ -17,7 +17,9 @@ from tinyvllm.llama import Checkpoint
 # Small floats, which numpy lacks: a byte each, in a field with the format's name
 E4M3 = np.dtype([("e4m3", np.uint8)])
 E2M1 = np.dtype([("e2m1", np.uint8)])   # in the lower 4 bits (MXFP4)
-E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+SMALL_FLOATS = {   # the numbers of all codes, by dtype (Micikevicius et al. 2022; OCP Microscaling Formats 1.0)
+  E4M3: np.array([fp8_to_float(i, dtypes.fp8e4m3) for i in range(256)], np.float32),
+  E2M1: np.array([x * sign for sign in (1, -1) for x in (0.0, 0.5, 1, 1.5, 2, 3, 4, 6)], np.float32)}
 # Storage order of the axes of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), and of scales, by ndim
 STORED = {3: (0, 2, 1), 4: (0, 3, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
 
