@@ -33,7 +33,7 @@ sys.path.append(str(Path(__file__).parents[1]))   # tests, for helpers.servers
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.llama import Llama
-from tinyvllm_extra.formats.weights import SafetensorsCheckpoint
+from tinyvllm_extra.formats.weights import FastCheckpoint
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 from tinyvllm_extra import graph_policy, programs
 from tinyvllm_extra.kernels import make_backend
@@ -127,7 +127,7 @@ def model_folder(config: dict) -> Iterator[str]:
     yield folder
 
 
-class RandomCheckpoint(SafetensorsCheckpoint):
+class RandomCheckpoint(FastCheckpoint):
   """A checkpoint that needs only config.json: random weights, and a tokenizer that decodes each id to one letter."""
   def describe(self) -> str: return "random weights"
 
@@ -140,12 +140,12 @@ class RandomCheckpoint(SafetensorsCheckpoint):
 
 class OwnWeights(RandomCheckpoint):
   """A model folder with its own weights, but no tokenizer."""
-  load = SafetensorsCheckpoint.load
+  load = FastCheckpoint.load
 
 
-def random_weights(checkpoint: type[SafetensorsCheckpoint] = RandomCheckpoint) -> AbstractContextManager:
+def random_weights(checkpoint: type[FastCheckpoint] = RandomCheckpoint) -> AbstractContextManager:
   """Return a context in which models and draft models load through `checkpoint`."""
-  def open_checkpoint(path: Path, quantization: str | None, activations: str) -> SafetensorsCheckpoint:
+  def open_checkpoint(path: Path, quantization: str | None, activations: str) -> FastCheckpoint:
     opened = checkpoint(path)
     opened.quantization, opened.activations = quantization, activations
     return opened

@@ -13,7 +13,7 @@ from tinyvllm_extra.kernels import parallel
 from tinyvllm_extra.formats.hub import open_checkpoint
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.formats.quantization import dequantize, find_layouts
-from tinyvllm_extra.formats.weights import SafetensorsCheckpoint
+from tinyvllm_extra.formats.weights import FastCheckpoint
 from .data import read_data
 from .models import random_weights, tiny_config, tiny_model
 
@@ -122,7 +122,7 @@ def load_model(path: Path, *args: Any, **options: Any) -> Any:
   return checkpoint.model
 
 
-class Matrices(SafetensorsCheckpoint):
+class Matrices(FastCheckpoint):
   """A checkpoint that is read without a model, for `count` devices."""
   def __init__(self, folder: Path, count: int = 1):
     super().__init__(folder)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike
 from sentencepiece import SentencePieceProcessor
 from tinygrad.llm.gguf import read_str, read_uint32, read_uint64, readers
 
@@ -36,7 +35,7 @@ class TensorType(NamedTuple):
   `fields`, named as in ggml: q, d (scale), m (offset) or dmin (minus offset), and scales (factors of d, then dmin)."""
   name: str
   inputs: int
-  fields: DTypeLike
+  fields: np.dtype
   bits: int = 16             # per weight in the model
   group_size: int = 0        # inputs that share a scale; 0: not quantized
   has_offset: bool = False
@@ -47,7 +46,7 @@ class TensorType(NamedTuple):
 
 SIGNS = {"d": 1, "m": 1, "dmin": -1}
 # numpy has no bfloat16. levels: kvalues_iq4nl in ggml-common.h
-TYPES = {int(type_id): TensorType(**row) for type_id, row in TABLES["types"].items()}
+TYPES = {int(i): TensorType(**row | {"fields": np.dtype(row["fields"])}) for i, row in TABLES["types"].items()}
 
 
 def unpack_planes(data: np.ndarray, width: int, bits: int) -> np.ndarray:
@@ -98,7 +97,7 @@ class GGUFTensor(weights.StoredTensor):
   """A tensor in a GGUF file."""
   tensor_type: TensorType
 
-  nbytes = property(lambda self: math.prod(self.shape) // self.tensor_type.inputs * np.dtype(self.dtype).itemsize)
+  nbytes = property(lambda self: math.prod(self.shape) // self.tensor_type.inputs * self.dtype.itemsize)
 
   def describe(self, config: JsonObject) -> str: return f"GGUF {self.tensor_type.name}"
 
@@ -172,7 +171,7 @@ def locate_tensor(path: pathlib.Path, data_start: int, file_size: int, name: str
   type_name = TABLES["other_types"].get(str(type_id), type_id)
   check(type_id in TYPES, f"{prefix} has GGUF type {type_name}; supported: {', '.join(x.name for x in TYPES.values())}")
   tensor_type = TYPES[type_id]
-  tensor = GGUFTensor(path, np.dtype(tensor_type.fields), shape, data_start + offset, tensor_type)
+  tensor = GGUFTensor(path, tensor_type.fields, shape, data_start + offset, tensor_type)
   min_axes = 2 if tensor_type.group_size else 1
   is_valid = min_axes <= len(shape) <= 2 and math.prod(shape) and shape[-1] % tensor_type.inputs == 0
   check(is_valid, f"{prefix} has shape {[*shape]}; {tensor_type.name} needs {min_axes} or 2 axes, the last one a "

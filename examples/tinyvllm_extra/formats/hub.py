@@ -11,7 +11,7 @@ from tinyvllm_extra.models import text_config
 from tinyvllm_extra.options import LLMConfig, optional, setup_logging
 
 from . import fit, gguf
-from .weights import FastCheckpoint, SafetensorsCheckpoint
+from .weights import FastCheckpoint
 
 # ORG/NAME, or for a GGUF model ORG/NAME:TYPE or ORG/NAME:FILE. A name that ends with .gguf is a path
 NAME = re.compile(r"(\w[\w.-]*/[\w.-]+)(?<!\.gguf)(?::(.+))?")
@@ -85,7 +85,7 @@ def open_checkpoint(path: pathlib.Path, quantization: str | None = None, activat
   """Open a folder in Hugging Face's layout or a GGUF file. quantization: LLM's option. activations: its
   activation_quantization. Raises InputError for anything else."""
   is_gguf = path.suffix == ".gguf" and not path.is_dir()
-  checkpoint: FastCheckpoint = gguf.GGUFCheckpoint(path) if is_gguf else SafetensorsCheckpoint(path)
+  checkpoint = gguf.GGUFCheckpoint(path) if is_gguf else FastCheckpoint(path)
   checkpoint.hf_config = text_config(checkpoint.hf_config)
   checkpoint.quantization = None if is_gguf and quantization == "gguf" else quantization   # any file, as in vLLM
   check(activations != "int8" or speaks_c(), "activation_quantization='int8' needs a CPU with clang: use 'auto'")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from tinyvllm.config import JsonObject, check, logger, read_json
 from tinyvllm_extra.models.matrices import E2M1, E4M3, SMALL_FLOATS, Matrix, Quantized, is_small_float, narrow
@@ -77,14 +76,17 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
   return (bits + 0x7fff + (bits >> 16 & 1) >> 16).astype(np.uint16)
 
 
-def unpack_words(words: np.ndarray, bits: int, axis: int, bit_order: Sequence[int] = range(8)) -> np.ndarray:
-  """Unpack 32-bit words to uint8 values along the axis. 3-bit values may lie in two words."""
+def unpack_words(words: np.ndarray, bits: int, axis: int, bit_order: Sequence[int], shift: int) -> np.ndarray:
+  """Unpack 32-bit words to uint8 values along the axis. 3-bit values may lie in two words. shift: what GPTQ's tools
+  subtract from words or 3-bit values."""
   words = np.moveaxis(words.view(np.uint32), axis, -1)
+  if shift and bits != 3: words = words + np.uint32(shift * (2**32 - 1) // (2**bits - 1))
   if bits < 4:   # eight values in 2 or 3 bytes
     octets = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape[:-1], -1, bits)
     words = np.pad(octets, [(0, 0)] * words.ndim + [(0, 4 - bits)]).view(np.uint32)[..., 0]
   shifts = np.array(bit_order[:32 // bits], np.uint32) * bits
   values = words[..., None] >> shifts & (1 << bits) - 1
+  if shift and bits == 3: values = values + np.uint32(shift) & 7
   return np.moveaxis(values.astype(np.uint8).reshape(*values.shape[:-2], -1), -1, axis)
 
 
@@ -98,61 +100,55 @@ def round_scales(w: Matrix) -> Matrix:
   return w._replace(scale=narrow(w.scale, False), offset=None if w.offset is None else narrow(w.offset, False))
 
 
-class PackedMatrix:
-  """The tensors of a matrix, (out, in), in a layout. Raises InputError naming a tensor that is missing or has the wrong
-  shape, or uneven groups."""
-  def __init__(self, source: "FastCheckpoint", name: str, shape: tuple[int, int], layout: Layout):
-    self.source, self.name, self.shape, self.layout = source, name, shape, layout
-    weight, scale = f"{name}.{layout.weight}", f"{name}.{layout.scale}"
-    stored = {x: source.tensors[x].shape for x in (weight, scale) if x in source.tensors}
-    sizes = {x: size if layout.outputs_first else size[::-1] for x, size in stored.items()}   # (out, in) each
-    self.num_groups = (*sizes.get(scale, ())[1:], 1)[0]   # `read` raises if it is missing
-    check(shape[1] % self.num_groups == 0, f"{scale}: {self.num_groups} groups do not divide {shape[1]} inputs")
-    self.bits = 8 if layout.packed is None else 32 * sizes[weight][layout.packed] // shape[layout.packed]
-    check(self.bits in (2, 3, 4, 8), f"{weight} has shape {[*stored[weight]]}, not 2, 3, 4 or 8 bits of {[*shape]}")
-
-  def has(self, suffix: str) -> bool: return f"{self.name}.{suffix}" in self.source.tensors
-
-  def read(self, suffix: str, *shape: int) -> np.ndarray:
-    """Read a tensor and return it with the outputs first, in this shape."""
-    name = f"{self.name}.{suffix}"
-    return self.source.array(name, *shape) if self.layout.outputs_first else self.source.array(name, *shape[::-1]).T
-
-  def read_integers(self, suffix: str, axis: int | None, *shape: int, shift: int = 0) -> np.ndarray:
-    """Read a tensor that may be packed along the axis. shift: what GPTQ's tools subtract from words or 3-bit values"""
-    if self.layout.packed is None or axis is None: return self.read(suffix, *shape)
-    words = self.read(suffix, *[n * self.bits // 32 if i == axis else n for i, n in enumerate(shape)])
-    if shift and self.bits != 3: words = words.view(np.uint32) + np.uint32(shift * (2**32 - 1) // (2**self.bits - 1))
-    values = unpack_words(words, self.bits, axis, self.layout.bit_order)
-    return values + np.uint8(shift) & 7 if shift and self.bits == 3 else values
+def find_packing(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> tuple[Layout, int, int] | None:
+  """Return a stored matrix's layout, with whole names, and its numbers of groups and bits; None if it is not packed.
+  Raises InputError for uneven groups, or a number of bits that is not supported."""
+  layouts = [x._replace(weight=f"{name}.{x.weight}", scale=f"{name}.{x.scale}", zero=f"{name}.{x.zero}",
+                        group=f"{name}.{x.group}") for x in source.layouts]
+  stored = source.tensors
+  layout = next((x for x in layouts if x.weight in stored and stored[x.weight].dtype.kind == "i"), None)
+  if layout is None: return None
+  # (out, in) each
+  sizes = {x: stored[x].shape[::1 if layout.outputs_first else -1] for x in layout[:2] if x in stored}
+  num_groups = (*sizes.get(layout.scale, ())[1:], 1)[0]   # reading it raises if it is missing
+  check(shape[1] % num_groups == 0, f"{layout.scale}: {num_groups} groups do not divide {shape[1]} inputs")
+  bits = 8 if layout.packed is None else 32 * sizes[layout.weight][layout.packed] // shape[layout.packed]
+  weight_shape = [*stored[layout.weight].shape]
+  check(bits in (2, 3, 4, 8), f"{layout.weight} has shape {weight_shape}, not 2, 3, 4 or 8 bits of {[*shape]}")
+  return layout, num_groups, bits
 
 
 def read_matrix(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> Matrix:
-  """Read the matrix `name`, (out, in): Quantized if it is stored in one of the source's layouts. Raises InputError as
-  PackedMatrix does, or if bits or group size differ from the quantization_config."""
-  def has_integers(key: str) -> bool: return key in source.tensors and source.tensors[key].dtype.kind == "i"
-  layout = next((x for x in source.layouts if has_integers(f"{name}.{x.weight}")), None)
-  if layout is None: return source.array(f"{name}.weight", *shape)
-  stored = PackedMatrix(source, name, shape, layout)
-  groups = shape[0], stored.num_groups
-  q = stored.read_integers(layout.weight, layout.packed, *shape)
-  scale = to_float32(stored.read(layout.scale, *groups))
-  zeros = np.full((1, 1), 0 if layout.packed is None else 1 << stored.bits - 1)   # symmetric if not stored
-  if stored.has(layout.zero): zeros = stored.read_integers(layout.zero, 0, *groups, shift=layout.zero_shift)
+  """Read the matrix `name`, (out, in): Quantized if it is stored in one of the source's layouts. Raises InputError
+  naming a tensor that is missing or has the wrong shape, or if bits or group size differ from the quantization_config.
+  """
+  packing = find_packing(source, name, shape)
+  if packing is None: return source.array(f"{name}.weight", *shape)
+  layout, num_groups, bits = packing
+
+  def read(key: str, *size: int) -> np.ndarray:   # with the outputs first
+    return source.array(key, *size) if layout.outputs_first else source.array(key, *size[::-1]).T
+  def read_integers(key: str, axis: int | None, *size: int, shift: int = 0) -> np.ndarray:
+    if layout.packed is None or axis is None: return read(key, *size)
+    words = read(key, *[n * bits // 32 if i == axis else n for i, n in enumerate(size)])
+    return unpack_words(words, bits, axis, layout.bit_order, shift)
+  q = read_integers(layout.weight, layout.packed, *shape)
+  scale = to_float32(read(layout.scale, shape[0], num_groups))
+  zeros = np.full((1, 1), 0 if layout.packed is None else 1 << bits - 1)   # symmetric if not stored
+  if layout.zero in source.tensors: zeros = read_integers(layout.zero, 0, *scale.shape, shift=layout.zero_shift)
   offset = -to_float32(zeros) * scale
-  if stored.bits == 8 and layout.packed is not None:   # 0 to 255 does not fit int8
+  if bits == 8 and layout.packed is not None:   # 0 to 255 does not fit int8
     q = (q ^ 128).view(np.int8)
     offset = offset + 128 * scale
-  in_order = np.arange(shape[1]) // (shape[1] // stored.num_groups)   # group of each column
-  group_name = f"{name}.{layout.group}"
-  index = np.array(source.array(group_name, shape[1])) if stored.has(layout.group) else in_order
+  in_order = np.arange(shape[1]) // (shape[1] // num_groups)   # group of each column
+  index = np.array(source.array(layout.group, shape[1])) if layout.group in source.tensors else in_order
   order = np.argsort(index, kind="stable")   # makes each group consecutive
-  check(np.array_equal(index[order], in_order), f"{group_name}: its {stored.num_groups} groups must have the same size")
-  config = source.quantization_config
-  for key, found in (("bits", stored.bits), ("group_size", shape[1] // stored.num_groups)):
-    value = config.get(key, found)
-    is_same = value == found or key == "group_size" and stored.num_groups == 1 and not 0 < value < shape[1]
-    check(is_same or "dynamic" in config, f"quantization_config: {key}={value}, but {name}.{layout.weight} has {found}")
+  check(np.array_equal(index[order], in_order), f"{layout.group}: its {num_groups} groups must have the same size")
+  for key, found in (("bits", bits), ("group_size", shape[1] // num_groups)):
+    value = source.quantization_config.get(key, found)
+    is_same = value == found or key == "group_size" and num_groups == 1 and not 0 < value < shape[1]
+    is_same = is_same or "dynamic" in source.quantization_config
+    check(is_same, f"quantization_config: {key}={value}, but {layout.weight} has {found}")
   return Quantized(q[:, order], narrow(scale), narrow(offset) if offset.any() else None, order)
 
 
@@ -226,7 +222,7 @@ def map_rows(function: Callable[[np.ndarray], np.ndarray], w: Matrix) -> Matrix:
   return w._replace(q=function(w.q), scale=function(w.scale), offset=None if w.offset is None else function(w.offset))
 
 
-def dequantize(w: Matrix, dtype: DTypeLike = np.float16) -> np.ndarray:
+def dequantize(w: Matrix, dtype: type[np.floating] = np.float16) -> np.ndarray:
   """Return the matrix, (out, in), in `dtype` if it was quantized."""
   if isinstance(w, np.ndarray): return w
   q = decode_float(w.q) if is_small_float(w) else w.q
@@ -256,7 +252,7 @@ def pad_rows(w: Matrix, count: int) -> Matrix:
   return map_rows(lambda x: x if len(x) == count else np.pad(x, ((0, count - len(x)), (0, 0))), w)
 
 
-def split(w: Matrix, count: int, axis: int, dtype: DTypeLike = np.float16) -> list[Matrix]:
+def split(w: Matrix, count: int, axis: int, dtype: type[np.floating] = np.float16) -> list[Matrix]:
   """Return equal shards by outputs (axis 0) or inputs (1). The latter are dequantized if the inputs are reordered, or
   if a shard ends within a group or, in int4, within a word of eight."""
   if axis == 1 and count > 1 and isinstance(w, Quantized):

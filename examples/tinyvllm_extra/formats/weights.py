@@ -1,6 +1,6 @@
 """Loads a model's weights, whatever the format of its files, one tensor at a time. Tensors keep the file's dtype on the
 device if it is narrower than the compute dtype."""
-import collections, dataclasses, errno, math, pathlib, re
+import collections, dataclasses, errno, json, math, pathlib, re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -67,8 +67,9 @@ class StoredTensor:
 
 
 class FastCheckpoint(llama.Checkpoint, StoredWeights):
-  """A checkpoint whose weights are split for several devices and quantized while they load. A module's `load` gets them
-  in these steps: read (defined by each format), merge, order, pad, split, quantize, and place on the devices."""
+  """A folder of safetensors, quantized or not. Weights are split for several devices and quantized while they load. A
+  module's `load` gets them in these steps: read, merge, order, pad, split, quantize, and place on the devices. A class
+  for another format defines __init__, method, tokenizer, stored_tensors and read_matrices."""
   quantization: str | None = None    # LLM's option
   quantization_config = property(lambda self: self.hf_config.get("quantization_config") or {})
   method = property(lambda self: self.quantization_config.get("quant_method"))
@@ -76,11 +77,23 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights):
   take: Any = llama.Checkpoint.read  # name, *shape -> StoredTensor: removes and returns a tensor
   adapter: dict[str, tuple[np.ndarray, np.ndarray]] = {}   # A and B of matrices to merge, see adapters/lora.py
 
-  # Defined by each format. stored_tensors: all tensors of the files by name; raises InputError for an unreadable file
-  # or an unsupported dtype. read_matrices: matrices, (out, in), whose rows are stacked in one weight; shapes: by module
-  # name
-  def stored_tensors(self) -> Mapping[str, StoredTensor]: raise NotImplementedError
-  def read_matrices(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]: raise NotImplementedError
+  def tokenizer(self) -> ChatTokenizer: return load_tokenizer(self.path)
+
+  def stored_tensors(self) -> Mapping[str, StoredTensor]:
+    """Return all tensors of the files by name. Raises InputError for an unreadable file or an unsupported dtype."""
+    index = read_json(self.path / "model.safetensors.index.json")
+    files = {self.path / name for name in index.get("weight_map", {"": "model.safetensors"}).values()}
+    supported = FLOATS | NUMBERS if self.method else FLOATS
+    tensors = {name: x for file in files for name, x in read_safetensors(file, supported).items()
+               if not name.startswith("mtp.")}   # else of layers that draft tokens
+    if "embed_tokens.weight" in tensors: return {f"model.{name}": x for name, x in tensors.items()}   # Qwen3-Embedding
+    if "text_config" not in self.hf_config: return tensors
+    matches = {TEXT_TENSORS.fullmatch(name): x for name, x in tensors.items()}
+    return {match[2] or f"model.{match[1]}": x for match, x in matches.items() if match}
+
+  def read_matrices(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
+    """Read matrices, (out, in), whose rows are stacked in one weight. shapes: by module name."""
+    return [READERS.get(self.method, read_matrix)(self, name, shape) for name, shape in shapes.items()]
 
   def describe(self) -> str:
     """Return the formats of the matrices in the files, the most common one first: "awq int4, groups of 128; lm_head
@@ -211,36 +224,15 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights):
 def read_safetensors(path: pathlib.Path, supported: dict[str, np.dtype]) -> dict[str, StoredTensor]:
   """Return the tensors of a file by name. supported: dtypes by their names in the file. Raises InputError for another
   dtype or an unreadable file."""
-  try:
-    with safe_open(path, "np") as file: slices = {name: file.get_slice(name) for name in file.offset_keys()}
+  try: safe_open(path, "np")   # validates the header
   except (OSError, SafetensorError) as e: check(False, f"model: {path} is missing, damaged or truncated: {e}")
-  tensors = {}
-  start = 8 + int(np.fromfile(path, "<u8", 1)[0])   # the tensors follow the header without gaps
-  for name, x in slices.items():
-    dtype = x.get_dtype()
-    check(dtype in supported, f"model: {path}: tensor {name} is {dtype}; supported: {', '.join(supported)}")
-    tensors[name] = StoredTensor(path, supported[dtype], tuple(x.get_shape()), start)
-    start += tensors[name].nbytes
-  return tensors
-
-
-class SafetensorsCheckpoint(FastCheckpoint):
-  """A folder of safetensors, quantized or not, sharded or not."""
-  def tokenizer(self) -> ChatTokenizer: return load_tokenizer(self.path)
-
-  def stored_tensors(self) -> dict[str, StoredTensor]:
-    index = read_json(self.path / "model.safetensors.index.json")
-    tensors = {}
-    for file in {self.path / name for name in index.get("weight_map", {"": "model.safetensors"}).values()}:
-      for name, tensor in read_safetensors(file, FLOATS | NUMBERS if self.method else FLOATS).items():
-        if not name.startswith("mtp."): tensors[name] = tensor   # else of layers that draft tokens
-    if "embed_tokens.weight" in tensors: return {f"model.{name}": x for name, x in tensors.items()}   # Qwen3-Embedding
-    if "text_config" not in self.hf_config: return tensors
-    matches = {TEXT_TENSORS.fullmatch(name): x for name, x in tensors.items()}
-    return {match[2] or f"model.{match[1]}": x for match, x in matches.items() if match}
-
-  def read_matrices(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
-    return [READERS.get(self.method, read_matrix)(self, name, shape) for name, shape in shapes.items()]
+  size = int(np.fromfile(path, "<u8", 1)[0])
+  header = json.loads(np.fromfile(path, "u1", size, offset=8).tobytes())
+  header.pop("__metadata__", None)
+  for name, x in header.items():
+    check(x["dtype"] in supported, f"model: {path}: tensor {name} is {x['dtype']}; supported: {', '.join(supported)}")
+  return {name: StoredTensor(path, supported[x["dtype"]], tuple(x["shape"]), 8 + size + x["data_offsets"][0])
+          for name, x in header.items()}
 
 
 def supports_e4m3() -> bool:
