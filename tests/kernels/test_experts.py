@@ -15,7 +15,7 @@ from tinygrad.uop.ops import Ops
 from tinyvllm import LLM, Backend, InputError
 from tinyvllm_extra.kernels.matmul import FastExperts
 from tinyvllm_extra.models.matrices import reorder
-from tinyvllm_extra.models.experts import choose_experts
+from tinyvllm_extra.models.layers import choose_experts
 from tinyvllm_extra.formats.quantization import E2M1, Quantized, dequantize, quantize
 
 SLOW = Device.DEFAULT == "PYTHON"

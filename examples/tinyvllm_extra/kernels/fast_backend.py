@@ -11,8 +11,7 @@ from tinyvllm.backend import Sampler, cpu_cores, renderer
 from tinyvllm.config import ModelConfig, check
 from tinyvllm.llama import Layer
 from tinyvllm_extra.graph_policy import PaddedGraphs
-from tinyvllm_extra.models.experts import MixtureBackend
-from tinyvllm_extra.models.layers import VariantConfig
+from tinyvllm_extra.models.layers import MixtureBackend, VariantConfig
 from tinyvllm_extra.options import LLMConfig
 
 from . import cuda_source, drivers, generic, kernel_cache, matmul, tensor_cores

@@ -1,5 +1,5 @@
 """LLaMA with options: where its norms are, how it attends, rotates and scales, also with methods of scaling RoPE that
-the core lacks. table.py has each architecture's."""
+the core lacks, and mixtures of experts. table.py has each architecture's."""
 import dataclasses, functools, math, re
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -9,7 +9,7 @@ from tinygrad import Tensor, dtypes, nn
 from tinygrad.dtype import DType
 
 from tinyvllm.backend import Backend, Devices, Linear, Module, Norm
-from tinyvllm.config import JsonObject, ModelConfig, check
+from tinyvllm.config import InputError, JsonObject, ModelConfig, check
 from tinyvllm.llama import Layer, Llama, rope_table
 from tinyvllm_extra.options import check_one_device
 
@@ -90,8 +90,7 @@ class VariantLayer(Layer):
   def __init__(self, config: VariantConfig, index: int, dtype: DType, backend: Backend):
     self.config, self.backend, self.dtype = config, backend, dtype
     self.name = f"model.layers.{index}"
-    self.window, self.rope = config.windows[index], config.rope_kinds[index]
-    self.options: tuple[int, ...] = self.window, self.rope
+    self.options = self.window, self.rope = config.windows[index], config.rope_kinds[index]
     norms = [self.norm(source, config.hidden_size) if source else None for source in config.norms]
     self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
     self.make_attention()
@@ -170,6 +169,72 @@ class VariantLayer(Layer):
     return x, scaled(self.after_mlp, self.mlp(h))
 
 
+# Mixtures of experts (Shazeer et al. 2017, arXiv:1701.06538), on one device: a router chooses the experts, MLPs, that
+# compute a token's output
+
+class MixtureBackend(Backend):
+  """A Backend with a module for the matrices of several experts: see FastExperts."""
+  Experts: type[Any]
+
+
+def choose_experts(logits: Tensor, k: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
+  """Return the experts with the k largest logits, (T, k) int32, the first of equal ones, and their weights, (T, k): the
+  softmax over all logits or, normalized, over the chosen ones. logits: (T, E) float32."""
+  count = int(logits.shape[1])
+  expert = Tensor.arange(count)                                         # (E,)
+  others, own = logits.unsqueeze(1), logits.unsqueeze(2)
+  is_before = (others > own) | ((others == own) & (expert < expert.unsqueeze(1)))   # (T, E, E)
+  rank = is_before.sum(2, dtype=dtypes.int32).contiguous()              # (T, E)
+  is_chosen = rank.unsqueeze(1) == Tensor.arange(k).unsqueeze(1)        # (T, k, E)
+  ids = is_chosen.where(expert, 0).sum(2, dtype=dtypes.int32).minimum(count - 1)   # NaN may sum to more
+  scores = is_chosen.where(others, 0).sum(2)
+  weights = scores.softmax(1) if is_normalized else (scores - logits.logsumexp(1, keepdim=True)).exp()
+  return ids.contiguous(), weights.contiguous()
+
+
+class MixtureLayer(VariantLayer):
+  """A transformer block with experts and, with config.has_shared_expert, an MLP for all tokens: see `mlp`."""
+  def make_mlp(self) -> None:
+    config, backend = self.config, self.backend
+    count, size = config.num_experts, config.moe_intermediate_size
+    self.router = self.linear(self.backend.Linear, config.hidden_size, {"mlp.gate": count}, config.expert_bias)
+
+    if not isinstance(backend, MixtureBackend):
+      raise InputError(f"backend: {type(backend).__name__} has no experts: leave it out")
+
+    def experts(names: list[str], in_features: int, out_features: int) -> Any:
+      sources = [f"{self.name}.mlp.experts.{i}.{name}_proj" for i in range(count) for name in names]
+      rows = dict.fromkeys(sources, count * out_features // len(sources))
+      return backend.Experts(in_features, rows, config.expert_bias, self.dtype, num_experts=count)
+    self.gate_up = experts(["gate_up"] if config.expert_bias else ["gate", "up"], config.hidden_size, 2 * size)
+    self.down = experts(["down"], size, config.hidden_size)
+    if not config.has_shared_expert: return
+    super().make_mlp()
+    self.shared_gate = self.linear(backend.Linear, config.hidden_size, {"mlp.shared_expert_gate": 1}, False)
+
+  def activate(self, x: Tensor) -> Tensor:
+    """Return the activations, (P, size), for x, (P, 2 * size): gate, then up or, in gpt-oss, alternating."""
+    alpha, limit = self.config.swiglu_alpha, self.config.swiglu_limit
+    if not alpha:
+      gate, up = x.float().chunk(2, 1)
+      return (getattr(gate, self.config.activation)() * up).cast(x.dtype).contiguous()
+    both = x.float().unflatten(1, (-1, 2))
+    gate, up = both[:, :, 0].minimum(limit), both[:, :, 1].clamp(-limit, limit)
+    return ((up + 1) * gate * (alpha * gate).sigmoid()).cast(x.dtype).contiguous()
+
+  def mlp(self, h: Tensor) -> Tensor:
+    T, k = h.shape[0], self.config.num_experts_per_tok
+    ids, weights = choose_experts(self.router(h, dtype=dtypes.float32), k, self.config.norm_topk_prob)
+    row_groups = self.gate_up.group_rows(ids)
+    activations = self.activate(self.gate_up.multiply(h, row_groups=row_groups, count=T * k))
+    outputs = self.down.multiply(activations, row_groups=row_groups, count=T * k)   # (T * k, hidden)
+    out = (outputs.float().unflatten(0, (T, k)) * weights.unsqueeze(2)).sum(1)
+    if self.config.has_shared_expert: out = out + super().mlp(h) * self.shared_gate(h, dtype=dtypes.float32).sigmoid()
+    return out.cast(h.dtype).contiguous()
+
+
+# RoPE with more types of scaling than the core's
+
 def scaled_rope_table(config: ModelConfig, rope: JsonObject, length: int) -> Tensor:
   """Return cosines and sines, (length, 2, D / 2), of a model with at most `length` tokens. rope: rope_parameters of
   config.json. The last dimensions of each half are plain if a part of a head rotates."""
@@ -209,6 +274,8 @@ def longrope(rope: JsonObject, count: int, length: int) -> tuple[np.ndarray, flo
 SCALINGS = {"yarn": yarn, "longrope": longrope}
 
 
+# Models
+
 class LlamaVariant(Llama):
   """A model whose layers have options."""
   config: VariantConfig
@@ -234,8 +301,7 @@ class LlamaVariant(Llama):
       names = [matrix] if self.config.expert_bias else matrix.split("_")
       matrices = renamed.pop(match[0]).split([f"{experts}.{i}.{name}_proj.{suffix}"
                                               for i in range(self.config.num_experts) for name in names])
-      is_transposed = self.config.expert_bias and suffix == "weight"
-      renamed |= {name: x.T if is_transposed else x for name, x in matrices.items()}
+      renamed |= {x: y.T if self.config.expert_bias and suffix == "weight" else y for x, y in matrices.items()}
     return renamed
 
   def ropes(self, length: int) -> list[Tensor]:

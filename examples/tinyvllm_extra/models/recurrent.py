@@ -13,8 +13,7 @@ from tinyvllm.backend import TOKENS, cpu_cores, exclusive
 from tinyvllm.config import ModelConfig
 from tinyvllm.runner import Runner, upload, zeros
 
-from .experts import MixtureLayer
-from .layers import VariantConfig, VariantLayer
+from .layers import MixtureLayer, VariantConfig, VariantLayer
 
 SLOT, POSITION = [[*TOKENS.formats].index(name) for name in ("slot", "position")]
 WIDTH, PARTS, GROUPS = 8, 8, 64   # on a GPU, see TokenLoop (measured on an H200)

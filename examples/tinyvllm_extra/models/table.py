@@ -61,7 +61,8 @@ def layer_ropes(hf: JsonObject, rotates: Iterable[object]) -> JsonObject:
           "rope_kinds": tuple(map(kinds.index, thetas))}
 
 
-def no_rotation(_: JsonObject) -> JsonObject: return {"ropes": (NO_ROTATION,)}
+def positions(hf: JsonObject) -> JsonObject:
+  return {"ropes": (read_rope(hf) if hf.get("position_embedding_type", "rope") == "rope" else NO_ROTATION,)}
 
 
 def mistral(hf: JsonObject) -> JsonObject:
@@ -78,9 +79,7 @@ def smollm3(hf: JsonObject) -> JsonObject:
   return {**layer_ropes(hf, rotates), **windows(hf, lambda i: not rotates[i])}
 
 
-def granite(hf: JsonObject) -> JsonObject:
-  has_rope = hf.get("position_embedding_type", "rope") == "rope"
-  return {"logits_scale": 1 / hf["logits_scaling"], "ropes": (read_rope(hf) if has_rope else NO_ROTATION,)}
+def granite(hf: JsonObject) -> JsonObject: return {"logits_scale": 1 / hf["logits_scaling"]}
 
 
 def granite_swa(hf: JsonObject) -> JsonObject:
