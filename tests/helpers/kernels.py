@@ -16,7 +16,7 @@ from tinyvllm.backend import Backend, cpu_cores, renderer
 from tinyvllm_extra.kernels import FastBackend, cuda_source
 from tinyvllm_extra.kernels.cuda_source import speaks_c
 from tinyvllm_extra.kernels.matmul import FastLinear
-from tinyvllm_extra.kernels.tensor_cores import add_query_tiles
+from tinyvllm_extra.kernels.attention import add_query_tiles
 from tinyvllm_extra.formats.quantization import Quantized
 
 # Attention for any device, and for this one

@@ -6,16 +6,16 @@ from helpers import cuda_on_cpu
 from tinygrad import Device, dtypes
 
 from tinyvllm.backend import cpu_cores
-from tinyvllm_extra.kernels import cuda_source, fast_backend, generic, tensor_cores
+from tinyvllm_extra.kernels import attention, cuda_source, fast_backend
 
 
 TOLERANCE = {"auto": 2e-3, "int8": 4e-3, "fp8": 4e-3}
 each_kind = pytest.mark.parametrize("kind", TOLERANCE)
 
 
-class SingleLane(tensor_cores.LaneWriter):
+class SingleLane(attention.LaneWriter):
   """A LaneWriter for a CPU, which has no work groups."""
-  lane = generic.HeadWriter.lane
+  lane = attention.HeadWriter.lane
 
 
 def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +23,7 @@ def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
   if Device.DEFAULT == "CUDA": return
   monkeypatch.setattr(cuda_source, "run", cuda_on_cpu.run)
   monkeypatch.setattr(cuda_source, "speaks_cuda", lambda: True)
-  monkeypatch.setattr(tensor_cores, "MIN_WORK_GROUPS", 3)
+  monkeypatch.setattr(attention, "MIN_WORK_GROUPS", 3)
   monkeypatch.setattr(cuda_source, "has_mma", lambda dtype: dtype != dtypes.float32)
   monkeypatch.setattr(fast_backend, "renderer", lambda: SimpleNamespace(supported_dtypes=lambda: {dtypes.half}))
-  if cpu_cores(): monkeypatch.setattr(tensor_cores, "LaneWriter", SingleLane)   # it has no work groups
+  if cpu_cores(): monkeypatch.setattr(attention, "LaneWriter", SingleLane)   # it has no work groups

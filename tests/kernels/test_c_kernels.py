@@ -10,10 +10,9 @@ from tinygrad import Tensor, dtypes
 from tinyvllm import LLM
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.formats.quantization import Quantized, dequantize
-from tinyvllm_extra.kernels import generic
+from tinyvllm_extra.kernels import attention
 from tinyvllm_extra.kernels.cuda_source import speaks_c
 from tinyvllm_extra.kernels.matmul import FastExperts, FastGateUp, FastLinear
-from tinyvllm_extra.kernels.schedule import ScoreOptions
 from tinyvllm_extra.models.matrices import E2M1, E4M3, reorder
 
 pytestmark = pytest.mark.skipif(not speaks_c(), reason="other devices do not compile C")
@@ -138,8 +137,8 @@ def test_rows_do_not_depend_on_batch_or_chunks(monkeypatch, cpu, options):
   tokens = token_rows([*range(n)] * 2, [0] * n + [1] * n, [0] * 2 * n)
   def attend(i: int, size: int) -> np.ndarray:
     x = on_device(q[i:i + size])
-    return generic.read({"out": x.empty_like(), "q": x, "keys": cache[0], "values": cache[1], "table": table,
-                         "tokens": on_device(tokens[:, i:i + size])}, ScoreOptions(**options)).numpy()
+    return attention.read({"out": x.empty_like(), "q": x, "keys": cache[0], "values": cache[1], "table": table,
+                         "tokens": on_device(tokens[:, i:i + size])}, attention.ScoreOptions(**options)).numpy()
   together = attend(0, 2 * n)
   for size in (7, 1):
     np.testing.assert_array_equal(np.concatenate([attend(i, size) for i in range(0, 2 * n, size)]), together)

@@ -10,7 +10,7 @@ from helpers.tensor_cores import run_on_cpu
 from tinygrad import Device, dtypes
 
 from tinyvllm.backend import scatter_kernel
-from tinyvllm_extra.kernels import cuda_source, generic as attention, matmul
+from tinyvllm_extra.kernels import attention, cuda_source, matmul
 from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear, FastNorm
 from tinyvllm_extra.formats.quantization import Quantized, dequantize, quantize
 from tinyvllm_extra.models.matrices import reorder

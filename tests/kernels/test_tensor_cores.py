@@ -15,9 +15,8 @@ from helpers.parameters import slow
 from helpers.tensor_cores import TOLERANCE, each_kind, run_on_cpu
 from tinygrad import Tensor, UOp, dtypes
 
-from tinyvllm_extra.kernels import FastBackend, cuda_source, generic, tensor_cores
-from tinyvllm_extra.kernels.schedule import ScoreOptions
-from tinyvllm_extra.kernels.tensor_cores import BS, add_query_tiles, tile_size
+from tinyvllm_extra.kernels import FastBackend, attention, cuda_source
+from tinyvllm_extra.kernels.attention import BS, ScoreOptions, add_query_tiles, tile_size
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def test_attention_equals_numpy_and_reads_only_own_sequence(case, kind, sources)
 @pytest.mark.parametrize("T", [1, 8, 32])
 def test_rope_kernel_equals_numpy(T, kind, sources):
   KV, G, D = 2, 3, 64
-  kernel = functools.partial(generic.rope_kernel, writer=tensor_cores.LaneWriter)
+  kernel = functools.partial(attention.rope_kernel, writer=attention.LaneWriter)
   check_rope("tensor cores", kernel, T, (KV, G, D), 4e-3, kind, "float16")
   blocks = as_stored("tensor cores", *np.zeros((2, 1, BS, KV, D), np.float16 if kind == "auto" else np.uint8))
   assert [x.shape[1:] for x in blocks] == [shape for shape, _ in parts(KV, G, D, kind)[:2]]
@@ -87,8 +86,8 @@ def test_attention_fits_shared_memory_with_at_least_two_warps(is_hopper, limit, 
     shapes = {"q": (T, KV, G, D), "keys": (9, KV, D // 32, BS, 8 if is_bytes else 32), "table": (65, 64)}
     types = {"q": dtypes.half, "keys": dtypes.uint32 if is_bytes else dtypes.half, "table": dtypes.int}
     operands = {name: UOp.placeholder(shape, types[name], 0) for name, shape in shapes.items()}
-    for is_prefill in (False, True)[:1 + (T > tensor_cores.MAX_DECODE)]:
-      launch = tensor_cores.launch_attention(operands, ScoreOptions(), 1, is_prefill)
+    for is_prefill in (False, True)[:1 + (T > attention.MAX_DECODE)]:
+      launch = attention.launch_attention(operands, ScoreOptions(), 1, is_prefill)
       assert launch.shared_bytes <= limit * 1024 and launch.threads >= 64
 
 
@@ -109,7 +108,7 @@ TENSOR_CORE_CASES = [*slow(*[("decode and a chunk", name) for name in (*QUICK_OP
 
 
 @pytest.fixture
-def split_in_three(monkeypatch, sources): monkeypatch.setattr(tensor_cores, "MIN_WORK_GROUPS", 3 * KV)
+def split_in_three(monkeypatch, sources): monkeypatch.setattr(attention, "MIN_WORK_GROUPS", 3 * KV)
 
 
 def check(version: str, case: str, tolerance: float, **options: Any) -> None:
@@ -146,7 +145,7 @@ def test_tensor_cores_with_all_options_read_each_cache_dtype(case, kind, split_i
 
 def test_short_window_in_long_context_needs_no_split_kv(monkeypatch, split_in_three):
   def combine(*inputs: UOp) -> None: raise AssertionError("split-KV")
-  monkeypatch.setattr(tensor_cores, "combine_kernel", combine)
+  monkeypatch.setattr(attention, "combine_kernel", combine)
   check("tensor cores", "split-KV", 3e-3, window=1024)
   with pytest.raises(AssertionError, match="split-KV"): check("tensor cores", "split-KV", 3e-3, window=1025)
 

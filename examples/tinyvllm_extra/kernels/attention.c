@@ -6,7 +6,7 @@
 #define MAX_ROWS (TILE * G + ROWS)   // more than a tile has, since each product has ROWS rows
 typedef float f32 __attribute__((vector_size(LANES * 4), aligned(4)));
 
-// A number of the cache, see generic.unpack
+// A number of the cache, see attention.unpack
 static inline float number(ELEMENT x) {
   const unsigned short bits = ((int)x & 127) << 7 | ((int)x & 128) << 8;
   return sizeof(x) > 1 ? (float)x : HAS_SCALES ? (float)x - 128 : (float)__builtin_bit_cast(_Float16, bits) * 256;
@@ -57,7 +57,7 @@ __attribute__((min_vector_width(512))) void NAME(ARGUMENTS, int core_id) {
         for (int r = 0; r < rows; r++) for (int i = 0; i < WIDTH(STEP); i++) {   // unwritten positions may hold NaN
           float *x = scores + r * WIDTH(STEP) + i;
           const int distance = positions[t + r / G] - first - i;
-          if (CAP) *x = 2 * CAP * LOG2_E / (1 + tv_exp2(*x * (-2 / CAP))) - CAP * LOG2_E;   // see generic.add_scores
+          if (CAP) *x = 2 * CAP * LOG2_E / (1 + tv_exp2(*x * (-2 / CAP))) - CAP * LOG2_E;   // see attention.add_scores
           if (i >= STEP || distance < 0 || WINDOW && distance >= WINDOW) *x = LOWEST;
         }
         for (int r = 0; r < rows; r++) {   // online softmax

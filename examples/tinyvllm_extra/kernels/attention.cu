@@ -1,5 +1,5 @@
 // Paged attention on tensor cores (FlashAttention-2, Dao 2023, arXiv:2307.08691): a warp multiplies 16 M query rows by
-// 16 positions, a block of the context, and the scores stay in registers to weight V. tensor_cores.py has its layout.
+// 16 positions, a block of the context, and the scores stay in registers to weight V. attention.py has its layout.
 //
 // Decode: a work group has a token and a K/V head, and the rows are its G query heads. Its warps, and with split-KV the
 // work groups of all splits, share the context. Prefill: a work group has a query head and a query tile, with 16 M

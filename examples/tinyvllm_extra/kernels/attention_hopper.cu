@@ -1,5 +1,5 @@
 // Attention of prefill chunks on Hopper with warpgroup products (FlashAttention-3, Shah et al. 2024, arXiv:2407.08608),
-// without window, cap and sinks. tensor_cores.py has the layout of the cache, hopper.cuh has barriers.
+// without window, cap and sinks. attention.py has the layout of the cache, hopper.cuh has barriers.
 //
 // A work group has a query head and a query tile or, if they fit in 128 rows, all query heads of a K/V head. Two
 // warpgroups multiply, each for 64 rows. Queries, scores and totals are in registers: the first product's results have

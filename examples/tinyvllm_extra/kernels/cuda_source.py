@@ -13,12 +13,11 @@ from .cpu import EXP2
 from .schedule import call
 
 TYPES = {dtypes.half: "f16", dtypes.bfloat16: "bf16"}   # PTX's names
-# Names of operands by type. HAS_... tells a source whether a kernel has the operand, else a constant has its name
-OPERANDS = {
+# Types of operands by name. HAS_... tells a source whether a kernel has the operand, else a constant has its name
+OPERANDS = {name: kind for kind, names in {
   "char*": "out scratch", "const char*": "weight x q keys values", "float*": "partial logs",
   "const float*": "scales sinks bias goals", "unsigned*": "flags", "const unsigned*": "scale offset",
-  "const int*": "table tokens row_groups"}
-ARGUMENTS = {name: kind for kind, names in OPERANDS.items() for name in names.split()}
+  "const int*": "table tokens row_groups"}.items() for name in names.split()}
 
 
 # Whether kernels are compiled from CUDA C++ and may have dynamic shared memory, which DEV=NV does not support
@@ -69,15 +68,15 @@ def program_of(launch: Launch, operands: dict[str, UOp]) -> UOp:
   is_c, last_core = not speaks_cuda(), launch.groups[0] - 1
   core = UOp.param(len(slots), dtypes.int, (), vmin_vmax=(0, last_core), name="core_id", addrspace=AddrSpace.ALU)
   definitions = {
-    "NAME": name, "ARGUMENTS": ", ".join(f"{ARGUMENTS[x]} {x}" for x in operands),
-    **{f"HAS_{x.upper()}": int(x in operands) for x in ARGUMENTS}, **launch.definitions}
+    "NAME": name, "ARGUMENTS": ", ".join(f"{OPERANDS[x]} {x}" for x in operands),
+    **{f"HAS_{x.upper()}": int(x in operands) for x in OPERANDS}, **launch.definitions}
   macros = [f"#define {key} {value}" for key, value in definitions.items()]
   headers = [] if is_c else ["tensor_cores.cuh", *["hopper.cuh"] * ("WGMMA" in definitions)]
   texts = [pathlib.Path(__file__).with_name(file).read_text() for file in (*headers, launch.file)]
   constant = "static" if is_c else "constexpr"
-  omitted = [f"{constant} {kind} const {x} = 0;" for x, kind in ARGUMENTS.items() if x not in operands]
+  omitted = [f"{constant} {kind} const {x} = 0;" for x, kind in OPERANDS.items() if x not in operands]
   source = "\n".join([*macros, *omitted, *[EXP2] * is_c, *texts])
-  written = tuple(i for i, x in enumerate(operands) if not ARGUMENTS[x].startswith("const"))
+  written = tuple(i for i, x in enumerate(operands) if not OPERANDS[x].startswith("const"))
   arguments = UOp(Ops.LINEAR, src=tuple(x.base for x in operands.values()))
   info = ProgramInfo(name, launch.groups, (launch.threads, 1, 1), (core,) if is_c else (), slots, written,
                      slots[1:], renderer().target)

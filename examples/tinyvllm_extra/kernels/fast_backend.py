@@ -14,7 +14,7 @@ from tinyvllm_extra.graph_policy import PaddedGraphs
 from tinyvllm_extra.models.layers import MixtureBackend, VariantConfig
 from tinyvllm_extra.options import LLMConfig
 
-from . import cuda_source, drivers, generic, kernel_cache, matmul, tensor_cores
+from . import attention, cuda_source, drivers, kernel_cache, matmul
 
 
 class FastSampler(Sampler):
@@ -83,7 +83,7 @@ class FastBackend(MixtureBackend):
   sampler = FastSampler()
   memory = drivers.DriverMemory()
   stored_dtype = ""   # dtype of weights and KV cache, if activations have another one
-  attend = staticmethod(tensor_cores.attend)
+  attend = staticmethod(attention.attend)
 
   # Tensor cores need many rows; MeteredScheduler takes fewer while sequences decode
   budget = property(lambda self: 2048 if cuda_source.speaks_cuda() and renderer().tensor_cores else super().budget)
@@ -92,15 +92,15 @@ class FastBackend(MixtureBackend):
 
   def run_layers(self, layers: list, x: Tensor, delta: Tensor, caches: list[list[Tensor]], *inputs: Any) -> tuple:
     ropes, tokens, block_tables = inputs
-    if x.shape[0] > tensor_cores.MAX_DECODE and cuda_source.speaks_cuda():
-      tokens = tensor_cores.add_query_tiles(tokens, block_tables)
+    if x.shape[0] > attention.MAX_DECODE and cuda_source.speaks_cuda():
+      tokens = attention.add_query_tiles(tokens, block_tables)
     reset = matmul.current.set(tokens)
     try: return run_layers(layers, x, delta, caches, ropes, tokens, block_tables)
     finally: matmul.current.reset(reset)
 
   def kv_layout(self, model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
     """Return the shape and dtype of a block in each cache tensor of a layer: K, V and, for int8, the scales. The layout
-    is tensor_cores.py's if model and device support it, else generic.py's. Raises InputError if they do not support
+    is for tensor cores if model and device support them, else for any device. Raises InputError if they do not support
     `config.kv_cache_dtype`."""
     dtype = getattr(dtypes, self.stored_dtype, dtype)
     cache_dtype, size, heads, D = config.kv_cache_dtype, config.block_size, model.num_key_value_heads, model.head_dim
@@ -112,11 +112,11 @@ class FastBackend(MixtureBackend):
           f"that is a multiple of {multiple}, not {D}; use 'auto'")
     scales = [((heads, 2, size), dtypes.float32)] if cache_dtype == "int8" else []
     fits_size = D in (32, 64, 96, 128) or D == 256 and cuda_source.has_wgmma()   # else too little shared memory
-    fits_model = size == tensor_cores.BS and fits_size and model.num_attention_heads <= 16 * heads
+    fits_model = size == attention.BS and fits_size and model.num_attention_heads <= 16 * heads
     if fits_model and dtype == dtypes.half and cuda_source.has_mma(dtype):   # tinygrad does not combine bfloat16 loads
       block = (heads, D // 32, size, 32 if cache_dtype == "auto" else 8), element
       return [block, block, *scales]
-    n = generic.dimensions_in(element)
+    n = attention.dimensions_in(element)
     return [((heads, D // n, size), element), ((heads, size, D // n), element), *scales]
 
   def pick_dtype(self, name: str, model: ModelConfig | None = None) -> str:

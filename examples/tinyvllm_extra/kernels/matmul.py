@@ -25,8 +25,8 @@ ACTIVATIONS = {"": "x", "silu": "x / (1 + __expf(-(x)))",   # by method of Tenso
 MAX_SPLITS = 8   # maximum split-K of linear.cu
 LARGE = 2**25    # numbers of a W for which wgmma.cu is the fastest from 64 rows on, with x in e4m3
 SHARED_BYTES = 230400   # shared memory of a Hopper multiprocessor, less the barriers
-COUNT = TOKENS.num_words + 1   # row of `tokens` that holds the number of tokens, see tensor_cores.add_query_tiles
-# The tokens of the step whose layers are traced, see tensor_cores.add_query_tiles. Products skip rows of padding, so
+COUNT = TOKENS.num_words + 1   # row of `tokens` that holds the number of tokens, see attention.add_query_tiles
+# The tokens of the step whose layers are traced, see attention.add_query_tiles. Products skip rows of padding, so
 # that the graph of a large step runs smaller ones in less time
 current: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("current", default=None)
 

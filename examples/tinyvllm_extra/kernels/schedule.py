@@ -1,17 +1,13 @@
-"""Building blocks of kernels: loops and reductions with a fixed schedule, token fields, RoPE, and the accumulators of
-online softmax."""
-import dataclasses, functools, math
-from collections.abc import Callable, Sequence
+"""Building blocks of kernels: loops and reductions with a fixed schedule."""
+import math
+from collections.abc import Callable
 
-from tinygrad import Tensor, UOp, dtypes
+from tinygrad import Tensor, UOp
 from tinygrad.codegen.opt import Opt
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, sint
 
-from tinyvllm.backend import TOKENS, cpu_cores
-
-LOWEST = -1e30   # score with weight 0; not -inf, because inf - inf is NaN
-LOG2_E = math.log2(math.e)
+from tinyvllm.backend import cpu_cores
 
 
 def axes(first: int, *extents: sint) -> list[UOp]:
@@ -54,53 +50,8 @@ def lane_axis() -> tuple[AxisType, AddrSpace]:
   return (AxisType.UPCAST, AddrSpace.REG) if cpu_cores() else (AxisType.LOCAL, AddrSpace.LOCAL)
 
 
-def field(tokens: UOp, name: str, t: UOp) -> UOp:
-  """Load a column of TOKENS. tokens: (columns, T) int32."""
-  return tokens[[*TOKENS.formats].index(name), t].load().cast(dtypes.weakint)
-
-
-def largest(numbers: Sequence[UOp]) -> UOp: return functools.reduce(UOp.maximum, [x.maximum(-x) for x in numbers])
-
-
-def mean(values: Sequence[UOp], logs: Sequence[UOp], sinks: Sequence[UOp] = (), head: UOp | int = 0) -> UOp:
-  """Return the weighted mean of values. logs: base-2 logarithms of the weights. sinks: none, or a tensor of scores,
-  (H,), where `head`'s is a weight without a value."""
-  logs = [*logs, *[x[head].load().float() * LOG2_E for x in sinks]]
-  highest = functools.reduce(UOp.maximum, logs)
-  weights = [(x - highest).exp2() for x in logs]
-  # A sink's value is 0
-  return UOp.usum(*[x * weight for x, weight in zip(values, weights, strict=False)]) / UOp.usum(*weights)
-
-
 def call(kernel: Callable[[dict[str, UOp]], UOp], **tensors: Tensor | None) -> list[Tensor]:
   """Return the tensors after a kernel. It gets one device's operands by name, without None."""
   operands = {name: x for name, x in tensors.items() if x is not None}
   def run(*uops: UOp) -> UOp: return kernel(dict(zip(operands, uops, strict=True)))
   return Tensor.custom_kernel(*operands.values(), fxn=run)
-
-
-@dataclasses.dataclass(frozen=True)
-class ScoreOptions:
-  """Options of Backend.attend. Scores are base-2 logarithms of softmax weights."""
-  scale: float = 0
-  window: int = 0
-  cap: float = 0
-
-  def factor(self, D: int) -> float:
-    """Return the factor from q . k to a score."""
-    return LOG2_E * (self.scale or D**-0.5)
-
-  def definitions(self, tensors: dict[str, Tensor]) -> dict[str, object]:
-    """Return the macros of all sources of attention. tensors: see tensor_cores.attend."""
-    (T, KV, G, D), max_blocks = tensors["q"].max_shape, tensors["table"].max_shape[1]
-    columns = [*TOKENS.formats]
-    return {"T": T, "KV": KV, "G": G, "D": D, "MAX_BLOCKS": max_blocks, "SLOT": columns.index("slot"),
-            "POSITION": columns.index("position"), "WINDOW": self.window, "CAP": f"{self.cap:f}f",
-            "UNIT": f"{self.factor(D):.9f}f", "LOWEST": f"{LOWEST}f", "LOG2_E": f"{LOG2_E:.9f}f"}
-
-  def sees(self, position: UOp, at: UOp) -> UOp:
-    return (at <= position) & (at > position - self.window) if self.window else at <= position
-
-  def first_block(self, position: UOp, max_blocks: sint, block_size: sint) -> UOp | int:
-    """Return the index of the first block that a token at `position` sees."""
-    return (position - self.window + 1).maximum(0) // block_size % max_blocks if self.window else 0
