@@ -181,15 +181,14 @@ def main(args: JsonObject) -> int:
   check(is_chat or prompt is not None, "prompt: a prompt is required, or - to read it from stdin")
   signal.signal(signal.SIGINT, signal.SIG_DFL)   # a KeyboardInterrupt is lost when raised within a __del__ of tinygrad
   llm = Remote(args, engine) if args["url"] or args["api_key"] else tinyvllm.LLM(args["model"], **engine)
+  chat = Chat(llm, settings, "verbose" in args)
+  if prompt is None: return chat.run()
   if "explain" in args:
     if isinstance(llm, Remote): raise InputError("--explain shows no steps of a server: remove --url and --api-key")
     from tinyvllm_extra.trace.explain import explain   # tinygrad
     explain(llm)
     outputs = [*start(llm, prompt, {"logprobs": 5, **settings})]   # steps are printed before the text
     print(prompt + "".join(x.outputs[0].text for x in outputs))
-  elif not is_chat: print_stream(start(llm, prompt, settings), prompt)
-  else:
-    chat = Chat(llm, settings, "verbose" in args)
-    if prompt is None: return chat.run()
-    chat.answer([{"role": "user", "content": prompt}], can_stop=False)
+  elif is_chat: chat.answer([{"role": "user", "content": prompt}], can_stop=False)
+  else: print_stream(start(llm, prompt, settings), prompt)
   return 0

@@ -255,12 +255,11 @@ def encode_prompts(body: GenerationRequest, engine: LLM, trusts_template: bool) 
   def kept(size: int) -> slice: return slice(size) if body.truncation_side == "right" else slice(-size, None)
 
   def encode(prompt: str | list[int]) -> JsonObject:
-    if isinstance(prompt, list): ids = prompt
-    elif limit is None and is_plain: return {"prompt": prompt}
-    else:
-      text = prompt[kept(int(min(engine.tokenizer.max_characters, MAX_INT)))] if limit else prompt
-      ids = engine.tokenizer.encode(text, has_special)
-      if is_plain and len(ids) <= limit and text == prompt: return {"prompt": prompt}
+    if isinstance(prompt, list): return {"prompt_token_ids": prompt[kept(limit or MAX_INT)]}
+    if limit is None and is_plain: return {"prompt": prompt}
+    text = prompt[kept(int(min(engine.tokenizer.max_characters, MAX_INT)))] if limit else prompt
+    ids = engine.tokenizer.encode(text, has_special)
+    if is_plain and len(ids) <= limit and text == prompt: return {"prompt": prompt}
     return {"prompt_token_ids": ids[kept(limit or MAX_INT)]}
 
   return [encode(prompt) for prompt in prompts]
