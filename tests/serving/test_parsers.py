@@ -17,9 +17,9 @@ CASES = [*OTHERS["outputs"], *((None, x["format"], x["text"], "", x["content"], 
 
 
 def merge_events(events):
-  """Merge adjacent events of one kind, as one feed does."""
-  groups = [(kind, [text for _, text in group]) for kind, group in itertools.groupby(events, lambda event: event[0])]
-  return [(kind, text) for kind, texts in groups for text in (texts if kind == "call" else ["".join(texts)])]
+  """Merge adjacent events of one kind, except calls, as one feed does."""
+  groups = [(kind, [*group]) for kind, group in itertools.groupby(events, lambda event: event[0])]
+  return [x for kind, xs in groups for x in (xs if kind == "call" else [(kind, "".join(x[1] for x in xs), "")])]
 
 
 def read_pieces(parser, text, cuts):
@@ -31,16 +31,15 @@ def read_pieces(parser, text, cuts):
 def test_output_of_each_format_is_split(reasoning_name, tools_name, text, reasoning, content, calls):
   output_format = find_format("", reasoning_name, tools_name)
   whole = Parser(output_format, FUNCTIONS).feed(text, True)
-  def joined(kind): return "".join(x for k, x in whole if k == kind)
+  def joined(kind): return "".join(x for k, x, _ in whole if k == kind)
   assert (joined("reasoning"), joined("content")) == (reasoning, content)
-  names = [x for kind, x in whole if kind == "call"]
-  assert [[*x] for x in zip(names, [json.loads(x) for kind, x in whole if kind == "arguments"], strict=True)] == calls
+  assert [[name, json.loads(x)] for kind, x, name in whole if kind == "call"] == calls
   assert read_pieces(Parser(output_format, FUNCTIONS), text, range(len(text))) == whole
   for i in range(len(text)): assert read_pieces(Parser(output_format, FUNCTIONS), text, [i]) == whole
   plain = Parser(output_format, {}).feed(text, True)
-  assert not [event for event in plain if event[0] in ("call", "arguments")], "no function may be called"
+  assert not [event for event in plain if event[0] == "call"], "no function may be called"
   first = Parser(output_format, FUNCTIONS, parallel=False).feed(text, True)
-  assert [x for kind, x in first if kind == "call"] == names[:1]
+  assert [name for kind, _, name in first if kind == "call"] == [name for name, _ in calls[:1]]
 
 
 @pytest.mark.parametrize("case", RECORDED["cases"], ids=lambda x: x["text"][:40])

@@ -212,11 +212,10 @@ class ChatBuilder(ChoicesBuilder):
     """Return the field of a choice object that holds its new text and calls."""
     first_call = self.parsers[index].num_calls
     events = self.parsers[index].feed(completion.text, bool(completion.finish_reason))
-    texts = {kind: [text for x, text in events if x == kind] for kind in ("content", "reasoning", "call", "arguments")}
-    content, reasoning = "".join(texts["content"]), "".join(texts["reasoning"])
-    calls: list[JsonObject] = [   # a call and its arguments arrive together
-      {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": {"name": name, "arguments": arguments}}
-      for name, arguments in zip(texts["call"], texts["arguments"], strict=True)]
+    content, reasoning = ("".join(text for x, text, _ in events if x == kind) for kind in ("content", "reasoning"))
+    calls: list[JsonObject] = [
+      {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": {"name": name, "arguments": text}}
+      for kind, text, name in events if kind == "call"]
     if self.body.stream: calls = [{"index": i, **call} for i, call in enumerate(calls, first_call)]
     fields: JsonObject = {"reasoning_content": reasoning, "reasoning": reasoning}
     if not reasoning or self.body.include_reasoning is False: fields = {}
@@ -268,13 +267,11 @@ class BlockBuilder(Generation):
   def events(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
     """Add a completion's new text to the blocks, and return the events."""
     events = b""
-    for kind, text in self.parsers[0].feed(completion.text, bool(completion.finish_reason)):
-      if kind == "call": events += self.start(kind, text)
-      elif kind != "arguments" and (not self.blocks or kind != self.blocks[-1]["$kind"]): events += self.start(kind)
-      if kind == "call": continue
+    for kind, text, name in self.parsers[0].feed(completion.text, bool(completion.finish_reason)):
+      if kind == "call" or not self.blocks or kind != self.blocks[-1]["$kind"]: events += self.start(kind, name)
       block = self.blocks[-1]
       block["$text"] += text
-      if kind == "arguments": block["$arguments"] = chat_template.parse_arguments(text)   # all of them
+      if kind == "call": block["$arguments"] = chat_template.parse_arguments(text)
       events += self.write("delta", block, text)
     if not completion.finish_reason: return events
     if not self.blocks: events += self.start("content")

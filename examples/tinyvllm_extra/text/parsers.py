@@ -96,20 +96,19 @@ class Parser:
     if opened := output_format.opened_by(prompt_end): self.open(opened, 0)
 
   def feed(self, delta: str, is_finished: bool = False) -> list[Event]:
-    """Return the events of the next piece of text. is_finished: it is the last one. Arguments belong to the call before
-    them."""
+    """Return the events of the next piece of text. is_finished: it is the last one."""
     self.text += delta
     self.is_finished = is_finished
     self.events: list[Event] = []
     while self.advance(): pass
     return self.events
 
-  def emit(self, kind: str, text: str) -> None:
+  def emit(self, kind: str, text: str, name: str = "") -> None:
     """Add an event. Adjacent events of one kind are merged, except calls."""
     self.num_calls += kind == "call"
-    if not text or (kind in ("call", "arguments") and self.num_calls > 1 and not self.parallel): return
+    if not text or kind == "call" and self.num_calls > 1 and not self.parallel: return
     if kind != "call" and self.events and self.events[-1][0] == kind: text = self.events.pop()[1] + text
-    self.events.append((kind, text))
+    self.events.append((kind, text, name))
 
   def deliver(self, kind: str, end: int) -> None:
     """Make the text up to `end` an event."""
@@ -196,7 +195,7 @@ class Parser:
     if section.function: text = json.dumps({"name": section.function, "arguments": text.strip()})
     is_cut = end == len(self.text)
     events = [] if self.depth[-1] in QUOTED else read_calls(section.format, text, self.functions, is_cut)
-    if section.function and not events: events = [("content", self.text[:end])]
+    if section.function and not events: events = [("content", self.text[:end], "")]
     for event in events: self.emit(*event)
     return self.close(end) if events else self.reject()
 

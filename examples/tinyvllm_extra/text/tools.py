@@ -73,7 +73,8 @@ def close_objects(schema: object) -> Any:
 
 # Formats of calls
 
-Event = tuple[str, str]   # (kind, text); kinds: content, reasoning, call (the function's name), arguments (JSON)
+# (kind, text, name). kind: content, reasoning, or call, whose text is its arguments as JSON. name: of its function
+Event = tuple[str, str, str]
 Call = tuple[str, JsonObject]       # name and arguments
 Functions = dict[str, JsonObject]   # parameter schemas by name
 
@@ -197,8 +198,8 @@ def is_in_string(text: str) -> bool:
 def read_calls(section_format: str, text: str, functions: Functions, is_cut: bool) -> list[Event]:
   """Return the events of the calls in a section's text; [] for other text, including calls of unknown functions."""
   try:
-    return [event for name, arguments in READERS[section_format](text, functions, is_cut)
-            for event in (("call", name), ("arguments", json.dumps(arguments, ensure_ascii=False)))]
+    return [("call", json.dumps(arguments, ensure_ascii=False), name)
+            for name, arguments in READERS[section_format](text, functions, is_cut)]
   except (ValueError, TypeError, AttributeError, LookupError, StopIteration, SyntaxError, RecursionError, MemoryError):
     return []
 
