@@ -46,7 +46,7 @@ class Serving:
   def chat_defaults(self) -> JsonObject:
     """The model's sampling defaults. Special tokens stay in the text if they mark reasoning or calls."""
     tokenizer = self.engine.tokenizer
-    has_special = self.output_format.has_special([tokenizer.added_texts[i] for i in tokenizer.special_ids])
+    has_special = any(tokenizer.added_texts[i] in x for i in tokenizer.special_ids for x in self.output_format.markers)
     return {**self.engine.sampling_defaults, **({"skip_special_tokens": False} if has_special else {})}
 
   # Routes

@@ -39,10 +39,7 @@ class OutputFormat:
   reasoning: tuple[Section, ...] = ()
   tools: tuple[Section, ...] = (*GROUPS["tagged"], *GROUPS["bare JSON"])
 
-  def has_special(self, special_tokens: list[str]) -> bool:
-    """Return whether a marker contains a special token, so that skip_special_tokens would remove it."""
-    markers = [marker for x in (*self.reasoning, *self.tools) for marker in (x.opening, *x.closings)]
-    return any(token in marker for token in special_tokens for marker in markers)
+  markers = property(lambda self: [text for x in (*self.reasoning, *self.tools) for text in (x.opening, *x.closings)])
 
   def opened_by(self, prompt_end: str) -> Section | None:
     """Return the reasoning section that the end of a prompt opens."""
