@@ -1,13 +1,11 @@
 """A tensor's buffers on its devices, and tensors whose shards are on several devices. For tinygrad, most shards are
 copies of one tensor."""
-import math
 from collections.abc import Sequence
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.device import Buffer, MultiBuffer
 from tinygrad.dtype import DType, _from_np_dtype
-from tinygrad.uop.ops import AxisType, sint
 
 
 def buffers_of(tensor: Tensor) -> list[Buffer]:
@@ -22,11 +20,6 @@ def write(buffer: Buffer, array: np.ndarray) -> None: buffer.allocator._copyin(b
 def dtype_of(array: np.ndarray) -> DType:
   """Return the dtype of a file's numbers. numpy has no bfloat16; uint16 stands for it."""
   return dtypes.bfloat16 if array.dtype == np.uint16 else _from_np_dtype(array.dtype)
-
-
-def new(like: Tensor, *shape: sint, dtype: DType | None = None) -> Tensor:
-  """Return an uninitialized tensor as a kernel's output. Traced functions may return it."""
-  return Tensor.invalids(math.prod(shape), dtype=dtype or like.dtype, device=like.device).reshape(shape)
 
 
 def new_tensor(array: np.ndarray, device: str | tuple[str, ...]) -> Tensor:
@@ -44,17 +37,3 @@ def copy_to_devices(tensor: Tensor, array: np.ndarray) -> None:
 def stack_shards(tensors: Sequence[Tensor]) -> Tensor:
   """Return one tensor whose shards are `tensors`, each on its device."""
   return Tensor(UOp.mstack(*[x.uop for x in tensors])).clone().realize()
-
-
-def local_ids(ids: Tensor, num_rows: int) -> Tensor:
-  """Return the index of each id's row in each device's embeddings, num_rows or more for no row. ids: (T,)."""
-  if isinstance(ids.device, tuple):
-    ids = ids - Tensor(UOp.range(len(ids.device), -1, AxisType.DEVICE)).cast(ids.dtype) * num_rows   # not in place
-  return (ids < 0).where(num_rows, ids)
-
-
-def partial_sums(x: Tensor) -> list[Tensor]:
-  """Return every device's partial sum x as a tensor that all devices can read."""
-  if not isinstance(x.device, tuple): return [x]
-  count = len(x.device)
-  return [Tensor(UOp.mstack(*[x.uop.mselect(i)] * count)) for i in range(count)]

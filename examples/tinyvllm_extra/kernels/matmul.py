@@ -8,7 +8,7 @@ import numpy as np
 from tinygrad import Device, Tensor, UOp, dtypes, helpers
 from tinygrad.codegen.opt import Opt, OptOps
 from tinygrad.dtype import DType
-from tinygrad.uop.ops import AxisType
+from tinygrad.uop.ops import AxisType, sint
 
 from tinyvllm.backend import TOKENS, GateUp, Linear, Norm, cpu_cores
 from tinyvllm.llama import Checkpoint
@@ -16,7 +16,7 @@ from tinyvllm_extra.models.matrices import (STORED, UNQUANTIZED, Matrix, Quantiz
                                             prepare_scales, reorder, scales_shape, stored_shape, stored_weights)
 
 from . import cuda_source
-from .buffers import local_ids, new, new_tensor, partial_sums
+from .buffers import new_tensor
 from .cpu import SUMS
 from .schedule import axis, call, divisor, end, fold, kernel_of, lane_axis, unrolled
 
@@ -56,6 +56,11 @@ TABLES = {key: [Tiles(*sizes) for sizes in table] for key, table in
           json.loads(pathlib.Path(__file__).with_name("tiles.json").read_text()).items()}
 WGMMA = [Tiles(1, 32, 8, 1, 0), Tiles(1, 16, 8, 1, 0), Tiles(1, 8, 8, 1, 0)]
 choices: dict[str, str] = {}   # by key of `candidates`: `str` of the tiles to use (programs.tiles_path)
+
+
+def new(like: Tensor, *shape: sint, dtype: DType | None = None) -> Tensor:
+  """Return an uninitialized tensor as a kernel's output. Traced functions may return it."""
+  return Tensor.invalids(math.prod(shape), dtype=dtype or like.dtype, device=like.device).reshape(shape)
 
 
 class FastLinear(Linear):
@@ -136,8 +141,11 @@ class FastLinear(Linear):
     return call(run, out=out, x=x, weight=self.weight, **self.scales, bias=self.bias, row_groups=row_groups)[0]
 
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
+    if isinstance(ids.device, tuple):   # their index in each device's embeddings; not in place
+      ids = ids - Tensor(UOp.range(len(ids.device), -1, AxisType.DEVICE)).cast(ids.dtype) * self.out_features
+    ids = (ids < 0).where(self.out_features, ids)   # no row
     # In two steps: tinygrad 0.14 makes two kernels of an index in 2**15 or more rows
-    ids, tile = local_ids(ids, self.out_features), math.gcd(self.out_features, 16)
+    tile = math.gcd(self.out_features, 16)
     tiles = self.weight.permute(helpers.argsort(STORED[self.weight.ndim])).reshape(self.out_features // tile, tile, -1)
     x = tiles[ids // tile]                                              # (T, tile, in)
     return x.gather(1, (ids % tile).reshape(-1, 1, 1).expand(-1, 1, x.shape[2])).squeeze(1).cast(dtype)
@@ -351,6 +359,13 @@ def sum_of_lanes(number: UOp, lane: UOp, lanes: int) -> UOp:
   sums, i = share(number, lane, lanes, 100), lane % few
   if few < lanes: sums = share(fold(sums[unrolled(lanes // few, 32, 4) * few + i]), i, few, 101)
   return fold(sums[unrolled(few, 32, 6)])
+
+
+def partial_sums(x: Tensor) -> list[Tensor]:
+  """Return every device's partial sum x as a tensor that all devices can read."""
+  if not isinstance(x.device, tuple): return [x]
+  count = len(x.device)
+  return [Tensor(UOp.mstack(*[x.uop.mselect(i)] * count)) for i in range(count)]
 
 
 class FastNorm(Norm):
