@@ -34,8 +34,12 @@ def read_numbers(path: pathlib.Path) -> dict[str, int]:
   return {name: int(value) for name, value in re.findall(r"^(\w+):?[ \t]+(\d+)", path.read_text(), re.M)}
 
 
-def cgroup_memory() -> Iterator[MemoryReport]:
-  """Yield the memory that this process's cgroup and its parents may still use, for each limit (cgroups v1 and v2)."""
+def limited_memory() -> Iterator[MemoryReport]:
+  """Yield the memory that this process may still use, for each limit: RLIMIT_DATA, and limits of its cgroup and the
+  cgroup's parents (cgroups v1 and v2)."""
+  limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+  usage = read_numbers(PROC / "self/status")["VmData"] * 1024
+  if limit != resource.RLIM_INFINITY: yield MemoryReport(limit - usage, limit)
   for controllers, path in re.findall(r"^\d+:(.*?):(.*)$", (PROC / "self/cgroup").read_text(), re.M):
     folder, *files, cache = CGROUP_FILES.get(controllers, ("", ""))
     here = pathlib.PurePosixPath(path)
@@ -54,11 +58,7 @@ def host_memory() -> MemoryReport:
   with contextlib.suppress(OSError, KeyError):   # only Linux has these files
     meminfo = read_numbers(PROC / "meminfo")
     limits = [MemoryReport(meminfo["MemAvailable"] * 1024, meminfo["MemTotal"] * 1024)]
-  with contextlib.suppress(OSError, KeyError):
-    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    usage = read_numbers(PROC / "self/status")["VmData"] * 1024
-    if limit != resource.RLIM_INFINITY: limits.append(MemoryReport(limit - usage, limit))
-    limits += cgroup_memory()
+  with contextlib.suppress(OSError, KeyError): limits += limited_memory()
   return MemoryReport(max(0, min(x.free for x in limits)), min(x.total for x in limits))
 
 

@@ -21,9 +21,8 @@ class FastSampler(Sampler):
   def reduce(self, function: Callable[..., Tensor], x: Tensor) -> Tensor:
     """Return a sum or maximum over V of (S, V), (S, 1), in two steps to keep a GPU busy with few rows. In the first
     step, a thread of a GPU has 32 numbers, whose loads overlap."""
-    padding = 0 if function is Tensor.sum else x.dtype.min
     columns = 4 if cpu_cores() else helpers.round_up(int(x.shape[1]), 2**12) // 32
-    padded = x.pad((None, (0, -x.shape[1] % columns)), value=padding)
+    padded = x.pad((None, (0, -x.shape[1] % columns)), value=0 if function is Tensor.sum else x.dtype.min)
     partial = function(padded.unflatten(1, (-1, columns)), 1).contiguous()   # (S, columns)
     return function(partial, 1, keepdim=True).contiguous()
 
