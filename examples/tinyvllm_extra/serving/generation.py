@@ -1,6 +1,6 @@
 """Generation: turns a request body into engine requests, and their outputs into one JSON response or a stream of
 events. A Builder decides the wire format. `Serving.requests` holds all unfinished requests."""
-import asyncio, collections, contextlib, contextvars, functools, itertools, pathlib, time, typing, uuid
+import asyncio, collections, contextlib, contextvars, functools, itertools, pathlib, time, uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -23,7 +23,7 @@ Builder = BlockBuilder | ChoicesBuilder   # writes an answer in its wire format
 class Serving:
   """Runs the requests of all routes on one engine, and observes their metrics."""
   def __init__(self, model_names: list[str], options: server_config.ServerConfig):
-    self.llm = typing.cast(AsyncLLM, None)   # until the model is loaded: `Server.gate` answers requests until then
+    self.llm: AsyncLLM | None = None   # until the model is loaded
     self.requests = set[Request]()   # unfinished
     self.names = model_names   # responses and metrics have the first one
     # By the name that clients choose, which they may leave out; None: the model itself
@@ -35,7 +35,12 @@ class Serving:
   def engine_metrics(self) -> JsonObject: return self.engine.get_metrics() if self.llm else collections.Counter()
 
   @property
-  def engine(self) -> LLM: return self.llm.llm
+  def loaded(self) -> AsyncLLM:
+    assert self.llm, "`gate` answers requests until the model is loaded"
+    return self.llm
+
+  @property
+  def engine(self) -> LLM: return self.loaded.llm
 
   @functools.cached_property
   def output_format(self) -> OutputFormat:
@@ -154,7 +159,7 @@ class Serving:
     self.requests.update(requests)
     SERVED.get([]).extend(requests)
     try:
-      async with contextlib.aclosing(self.llm.stream(requests)) as stream:
+      async with contextlib.aclosing(self.loaded.stream(requests)) as stream:
         async for outputs in stream:
           for i in {i for i, _ in outputs}: self.observer.observe_tokens(requests[i])
           yield outputs
@@ -164,7 +169,7 @@ class Serving:
       for request in requests: self.observer.observe_end(request)
 
   def abort(self, requests: Iterable[Request]) -> None:
-    for request in requests: self.llm.abort(request.request_id)
+    for request in requests: self.loaded.abort(request.request_id)
 
   async def events(self, builder: Builder, outputs: list[IndexedOutput],
                    steps: AsyncGenerator[list[IndexedOutput], None]) -> AsyncIterator[bytes]:

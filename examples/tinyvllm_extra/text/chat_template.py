@@ -1,7 +1,7 @@
 """Renders conversations with a model's chat template, in the environment that transformers gives to templates
 (transformers/utils/chat_template_utils.py). A client returns the answers of any server, and each chat template accepts
 only some forms of them."""
-import functools, json, pathlib, re, time
+import datetime, functools, json, pathlib, re
 from collections.abc import Callable, Iterator
 
 from tinyvllm.config import InputError, JsonObject, check
@@ -28,7 +28,8 @@ def compile_template(source: str) -> tuple[Callable[..., str], bool]:
   from jinja2 import ext, sandbox
   env = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols])
   env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)   # Jinja's own escapes HTML
-  env.globals.update(raise_exception=functools.partial(check, False), strftime_now=time.strftime)
+  env.globals["raise_exception"] = functools.partial(check, False)
+  env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
   render = env.from_string(GENERATION.sub(r"\1with", source)).render
   try: text = render(messages=[{"role": "user", "content": [{"type": "text", "text": END}]}])
   except Exception: text = ""   # not with a list
