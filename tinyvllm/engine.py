@@ -97,7 +97,7 @@ class LoadedModel:
     weights = sum(x.nbytes() for module in model.modules() for x in nn.state.get_parameters(module))
     logger.info(f"loaded {path.name} ({checkpoint.describe()}) in {self.config.dtype} on {', '.join(devices.names)} in "
                 f"{time.perf_counter() - start_time:.1f} s; a step takes {self.config.max_num_batched_tokens} tokens")
-    num_bytes = max(0, int(free * config.gpu_memory_utilization - weights))
+    num_bytes = int(free * config.gpu_memory_utilization - weights)
     new_runner = functools.partial(Runner, model, self.config, logits=self.parts.logits)
     self.proposer, self.runners = self.parts.open_proposer(self, new_runner, num_bytes)
     self.runner = self.runners[0]   # a second runner, if any, runs the draft model
@@ -196,8 +196,7 @@ class Engine(LoadedModel):
 
   def _step_sync(self) -> None:
     """Schedule, build, run, update."""
-    step = self._next_step()
-    if step: self._update(self.runner.launch(step)())
+    if step := self._next_step(): self._update(self.runner.launch(step)())
 
   def _step_async(self) -> None:
     """Build a step while the device runs the previous one, then process that one's results."""

@@ -128,7 +128,7 @@ class Llama:
                caches: list[list[Tensor]]) -> Tensor:
     """Return float32 logits, (S, V), after the tokens `rows`, (S,) indices into the batch `ids`, (T,). Write K and V of
     all T tokens to `caches`, a list for each layer. tokens, block_tables: see Backend.attend. ropes: see ropes()."""
-    ids, rows, tokens, block_tables = [t.to(self.devices.names) for t in (ids, rows, tokens, block_tables)]
+    ids, rows, tokens, block_tables = [t.to(self.devices.shards) for t in (ids, rows, tokens, block_tables)]
     delta = self.embed(ids, tokens)                                     # (T, hidden)
     x = Tensor.zeros(*delta.shape, dtype=self.dtype, device=delta.device).contiguous()
     x, delta = self.backend.run_layers(self.layers, x, delta, caches, ropes, tokens, block_tables)

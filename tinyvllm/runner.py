@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from tinygrad import Context, Device, Tensor, dtypes
+from tinygrad import Context, Device, Tensor, dtypes, nn
 
 from .backend import LOGITS, NUM_WORDS, TOKENS, cpu_cores, exclusive, scatter_kernel
 from .config import EngineConfig, check, logger
@@ -91,8 +91,9 @@ def allocate_kv_caches(model: Llama, config: EngineConfig, num_bytes: int) -> li
   logger.log(30 if num_blocks <= per_sequence else 20, f"KV cache: {num_blocks - 1} blocks = "
              f"{(num_blocks - 1) * config.block_size} tokens: {(num_blocks - 1) / per_sequence:.1f} sequences of "
              f"{length}, {num_blocks * block_bytes / 2**30:.2f} GiB{' when all are used' if cpu_cores() else ''}")
-  def new(shape, dtype): return Tensor.empty(num_blocks, *shape, dtype=dtype, device=model.devices.names).contiguous()
-  return [[new(*part).realize() for part in layout] for layout in layouts]
+  def new(layer, shape, dtype):   # where the layer's weights are
+    return Tensor.empty(num_blocks, *shape, dtype=dtype, device=nn.state.get_parameters(layer)[0].device).contiguous()
+  return [[new(layer, *part).realize() for part in layout] for layer, layout in zip(model.layers, layouts, strict=True)]
 
 
 def upload(tensor: Tensor, array: np.ndarray) -> None:
@@ -124,7 +125,7 @@ class Runner:
     self.backend, self.is_async = model.backend, model.backend.is_async
     length = config.max_model_len or 0   # the engine has set it
     self.ropes = [table.to(model.devices.names).realize() for table in model.ropes(length)]
-    self.kv_caches = allocate_kv_caches(model, config, num_bytes)
+    self.kv_caches = allocate_kv_caches(model, config, max(0, num_bytes))
     self.num_blocks = len(max(self.kv_caches, key=len)[0])
     self.max_blocks = -(-length // config.block_size)
     self.max_rows = next_power_of_two(config.max_num_seqs)   # rows of logits, except prompt logprobs

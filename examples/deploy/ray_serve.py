@@ -53,7 +53,7 @@ class RayConfig(Options):
   target_ongoing_requests: float | None = option(None, "Target requests per replica (default: max_num_seqs / 2)",
                                                  min=0.01, max=2**31)
   num_ingresses: int = option(1, "Number of processes that forward requests", min=1, max=4096)
-  gpus_per_replica: float | None = option(None, "GPUs per replica (default: tensor_parallel_size, or 0 without GPUs)",
+  gpus_per_replica: float | None = option(None, "GPUs per replica (default: those of a model, or 0 without GPUs)",
                                           min=0, max=64)
   cpus_per_replica: float = option(1, "CPU cores per replica", min=0, max=1024)
 
@@ -131,7 +131,7 @@ class Replica:
     """Raise if /health would not return 200. After a failed step, generate one token, too: a replica with a lost device
     fails fast, looks idle, and would attract requests."""
     if self.server.state(): raise RuntimeError(self.server.state())
-    if self.failed: _ = [_ async for _ in self.server.serving.llm.generate("a", SamplingParams(max_tokens=1))]
+    if self.failed: _ = [_ async for _ in self.server.serving.loaded.generate("a", SamplingParams(max_tokens=1))]
     self.failed = False
 
 
@@ -248,7 +248,8 @@ def app(args: dict[str, Any]) -> Any:
   if not ray.is_initialized(): prepare_device()   # chooses the default device; replicas get the variable DEV
   any_gpu = ray.cluster_resources().get("GPU") if ray.is_initialized() else Device.DEFAULT in ("AMD", "CUDA", "NV")
   gpus = own.gpus_per_replica
-  if gpus is None: gpus = int(engine.get("tensor_parallel_size", 1)) if any_gpu else 0
+  devices = max(engine.get(f"{name}_parallel_size", 1) for name in ("tensor", "pipeline"))
+  if gpus is None: gpus = int(devices) if any_gpu else 0
   copies: dict[str, Any] = {"num_replicas": own.num_replicas or 1}
   if own.max_replicas:
     copies = {"autoscaling_config": {"min_replicas": own.min_replicas or 1, "max_replicas": own.max_replicas,

@@ -3,7 +3,7 @@ import contextlib, dataclasses, functools, hashlib, pathlib, time, types
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm.backend import Backend, Devices, exclusive
+from tinyvllm.backend import Backend, exclusive
 from tinyvllm.config import InputError, JsonObject, check, logger, option, read_json
 from tinyvllm.engine import Engine, Params, Parts, Prompt, Request, RequestOutput
 
@@ -38,7 +38,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
   """An engine with all features. `with LLM(...) as llm:` calls `shutdown` at the end."""
   parts = Parts(
     config_class=LLMConfig, make_backend=lambda: kernels.make_backend(),
-    open_devices=lambda config: parallel.open_devices(config) if config.tensor_parallel_size > 1 else Devices(),
+    open_devices=parallel.open_devices,
     open_checkpoint=lora.open_checkpoint,
     find_model=lambda hf_config, path, config: models.choose_model(hf_config, path, config.runner),
     params_class=SamplingParams, scheduler_class=lora.LoRAScheduler, logits=logits.ProcessedLogits(),

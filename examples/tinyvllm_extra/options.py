@@ -4,7 +4,7 @@ import dataclasses, functools, importlib, inspect, logging, types, warnings
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec
 
-from tinyvllm.config import EngineConfig, JsonObject, Options, check, logger, option
+from tinyvllm.config import EngineConfig, InputError, JsonObject, Options, logger, option
 from tinyvllm.request import SAMPLING_FIELDS
 
 FORMATS = ("int8", "int4", "awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "gguf", "mxfp4")
@@ -39,6 +39,7 @@ class LLMConfig(EngineConfig):
   max_lora_rank: int = option(16, "Maximum rank of adapters", min=1, max=64)
   kv_cache_dtype: str = option("auto", "KV cache dtype; auto: as dtype", choices=("auto", "fp8", "int8"))
   tensor_parallel_size: int = option(1, "Number of devices per layer", min=1, max=8)
+  pipeline_parallel_size: int = option(1, "Number of devices for different layers", min=1, max=8)
   cudagraph_capture_sizes: list[int] | None = option(None, "Step sizes in tokens to capture at startup (default: none)")
   speculative_config: JsonObject | None = option(None, 'Draft method, as in {"method": "ngram"} (default: none)')
   generation_config: str = option("auto", "Sampling defaults; auto: the model's, vllm: none", choices=("auto", "vllm"))
@@ -70,9 +71,9 @@ def add_fields(prompt: str | JsonObject, **fields: object) -> str | JsonObject:
   return {**(prompt if isinstance(prompt, dict) else {"prompt": prompt}), **fields} if fields else prompt
 
 
-def check_one_device(count: int, why: str) -> None:
-  """Raise InputError unless the count of devices is 1. why: the end of the message."""
-  check(count == 1, f"tensor_parallel_size={count} must be 1{why}")
+def check_one_device(devices: Any, why: str) -> None:
+  """Raise InputError if several devices share a model. why: the end of the message."""
+  if (count := len(devices.names)) > 1: raise InputError(f"{devices.option}={count} must be 1{why}")
 
 
 def setup_logging(is_server: bool = False) -> None:

@@ -289,7 +289,7 @@ def test_help_all_describes_every_option_and_help_hides_rare_ones(command):
   kinds = (LLMConfig, ServerConfig if command == "serve" else SamplingParams)
   fields = {field.name.replace("_", "-") for kind in kinds for field in dataclasses.fields(kind)} - {"n"}
   assert fields | {"model", "log-level"} <= flags and "n" not in flags, "a terminal shows one sample"
-  assert "--pipeline-parallel-size" not in everything, "vLLM's flags without effect stay hidden"
+  assert "--data-parallel-size" not in everything, "vLLM's flags without effect stay hidden"
   for name, words in entries.items():
     assert len(words.partition("(default")[0].split()) >= 3 and "None" not in words, name
     assert re.search(r"\(default: [^)]+\)$", words) or name.startswith(("-h,", "--help-all")), name

@@ -11,8 +11,9 @@ from helpers.servers import wait_until
 from tinygrad import Tensor, dtypes
 
 from tinyvllm import LLM, AsyncLLM, SamplingParams
-from tinyvllm.backend import Devices
+from tinyvllm.backend import Backend
 from tinyvllm.config import ModelConfig
+from tinyvllm.llama import Layer
 from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, allocate_kv_caches
 from tinyvllm_extra import graph_policy
@@ -158,12 +159,11 @@ async def test_async_llm_failed_capture_is_logged_and_requests_finish(words_fold
 @pytest.mark.parametrize("length,gib", [(2048, 4), (2**18, 6)], ids=["4 GiB", "one sequence"])
 def test_allocate_kv_caches_on_cpu_gives_same_size_each_start(length, gib, monkeypatch):
   """30 layers with 3 KV heads of 64 dimensions: 23 KiB per token in float16."""
-  config = tiny_config(hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-                       max_position_embeddings=2**18)
-  shapes = []
+  config = ModelConfig.from_hf(tiny_config(hidden_size=576, num_hidden_layers=30, num_attention_heads=9,
+                                           num_key_value_heads=3, max_position_embeddings=2**18), Path())
+  layers, shapes = [Layer(config, 0, dtypes.float16, Backend())] * 30, []
   monkeypatch.setattr("tinyvllm.runner.Tensor.empty", lambda *shape, **_: shapes.append(shape) or Tensor(0.0))
-  model = SimpleNamespace(config=ModelConfig.from_hf(config, Path()), backend=FastBackend(), dtype=dtypes.float16,
-                          devices=Devices(), layers=[SimpleNamespace(has_kv=True)] * 30)
+  model = SimpleNamespace(config=config, backend=FastBackend(), dtype=dtypes.float16, layers=layers)
   for gib_free in (20, 17.3):
     allocate_kv_caches(model, LLMConfig(max_num_seqs=1024, max_model_len=length), int(gib_free * 2**30))
   assert len({tuple(shapes[:60]), tuple(shapes[60:])}) == 1

@@ -1,5 +1,5 @@
-"""tensor_parallel_size: several devices give the outputs of one, each holds only its shard, and models that cannot be
-split are refused. A CPU provides any number of devices: CPU, CPU:1, CPU:2, …"""
+"""tensor_parallel_size and pipeline_parallel_size: several devices give the outputs of one, each holds only its shard
+or its layers, and models that cannot be split are refused. A CPU provides any number of devices: CPU, CPU:1, …"""
 import itertools
 import re
 from types import SimpleNamespace
@@ -18,10 +18,10 @@ from helpers.speculation import CASES as SPECULATION_CASES, NGRAM, always_draft,
 from tinygrad import Device, dtypes, nn
 from tinygrad.runtime.autogen import cuda
 
-from tinyvllm import LLM, InputError, SamplingParams, StructuredOutputsParams
-from tinyvllm_extra.kernels import drivers
+from tinyvllm import LLM, Backend, InputError, SamplingParams, StructuredOutputsParams
+from tinyvllm_extra.kernels import drivers, parallel
 from tinyvllm_extra.kernels.matmul import FastLinear
-from tinyvllm_extra.kernels.parallel import check_peers, device_names
+from tinyvllm_extra.kernels.parallel import ShardedDevices, Stages, check_devices, device_names
 from tinyvllm_extra.formats.quantization import dequantize, quantize
 
 KERNEL_CASES = read_data("kernel_cases.json")
@@ -33,11 +33,19 @@ SMALL = {"dtype": "float32", "max_model_len": 64, "block_size": 4, "max_num_seqs
 PROMPTS = [prompt(n, "jobs") for n in (1, 11, 3, 6)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def micro_batches():
+  """Layers on several devices get the tokens of a step in two micro-batches."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(parallel, "MICRO_BATCH", SMALL["max_num_batched_tokens"] // 2)
+    yield
+
+
 def check(model, count, reference=None, prompts=PROMPTS, **options):
   """Check that `count` devices give the reference's greedy ids and log probabilities, and return the engine.
   reference: a float32 model with the same outputs."""
-  options = {"activation_quantization": "none", **options, "tensor_parallel_size": count}
-  llm, reference = LLM(model, **SMALL, **options), reference or model
+  options = {**SMALL, "activation_quantization": "none", "tensor_parallel_size": count, **options}
+  llm, reference = LLM(model, **options), reference or model
   outputs = llm.generate([tokens(ids) for ids in prompts], greedy(8, logprobs=0), use_tqdm=False)
   for ids, output in zip(prompts, outputs, strict=True):
     output_ids = ids_of(output)
@@ -61,6 +69,16 @@ def test_model_split_over_devices_equals_reference(tmp_path, name):
   parameters = nn.state.get_state_dict([*llm.runner.model.modules()])
   kinds = {x.dtype for name, x in parameters.items() if not name.endswith("bias")}
   assert kinds == {getattr(dtypes, config.get("dtype", "float32"))}, "weights keep the dtype of their files"
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_layers_of_several_devices_equal_reference(tmp_path, count):
+  """A prompt in steps of up to 8 micro-batches, whose tokens read the keys and values of the earlier ones."""
+  prompts = [prompt(n, "layers") for n in (1, 37, 20)]
+  options = {"pipeline_parallel_size": count, "max_num_batched_tokens": 16}
+  runner = check(tiny_model(tmp_path, num_hidden_layers=6), 1, prompts=prompts, **options).runner
+  for part in zip(runner.model.layers, runner.kv_caches, strict=True):
+    assert len({x.device for x in nn.state.get_parameters(part)}) == 1
 
 
 # quantized
@@ -103,8 +121,8 @@ def captured_llm(folder, **options):
 def one_device(words_folder): return captured_llm(words_folder)
 
 
-@pytest.fixture(scope="module")
-def two_devices(words_folder): return captured_llm(words_folder, tensor_parallel_size=2)
+@pytest.fixture(scope="module", params=["tensor", "pipeline"])
+def two_devices(request, words_folder): return captured_llm(words_folder, **{f"{request.param}_parallel_size": 2})
 
 
 CASES = {**SPECULATION_CASES, "stop": {"stop": ["e", "a"]},
@@ -121,14 +139,15 @@ def test_sampling_params_on_two_devices_equal_one_device(one_device, two_devices
   check_invariants(two_devices)
 
 
-def test_split_k_partial_sums_give_reference_ids(words_folder, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}], ids=str)
+def test_split_k_partial_sums_give_reference_ids(words_folder, monkeypatch, options):
   """Kernels for tensor cores give several partial sums per device; a norm adds them."""
   call = FastLinear.__call__
   def call_in_parts(self, *arguments, **options):
     out = call(self, *arguments, **options)
     return out if self.axis == 0 else (out * 0.25).cat(out * 0.75).contiguous()
   monkeypatch.setattr(FastLinear, "__call__", call_in_parts)
-  check(words_folder, 2)
+  check(words_folder, 2, **options)
 
 
 def test_interleaved_engines_with_one_and_two_devices_equal_reference(one_device, two_devices, words_folder):
@@ -234,6 +253,21 @@ def test_two_devices_hold_twice_the_blocks_of_one(words_folder, monkeypatch):
     assert llm.runner.num_blocks == count * num_blocks and kv_bytes(llm) == size
 
 
+def test_layers_are_on_devices_by_memory(tmp_path, monkeypatch):
+  """The layers of a model that is larger than one device's memory; each device has room for the blocks of its own."""
+  folder = tiny_model(tmp_path, num_hidden_layers=7, tie_word_embeddings=True)
+  def used(llm):
+    tensors = [*nn.state.get_parameters(llm.runner.model.modules()), *itertools.chain(*llm.runner.kv_caches)]
+    return [sum(x.nbytes() for x in tensors if x.device == name) for name in llm.devices]
+  whole, = used(LLM(folder, **SMALL, num_gpu_blocks_override=17))
+  free = int(0.62 * whole)
+  report = drivers.MemoryReport(2 * free + drivers.RESERVE, 2 * free + drivers.RESERVE)
+  monkeypatch.setattr(drivers, "host_memory", lambda: report)
+  llm = LLM(folder, **SMALL, gpu_memory_utilization=1.0, pipeline_parallel_size=2)
+  assert 0.9 * free < max(used(llm)) <= free < whole and min(used(llm)) > 0.4 * whole
+  assert 17 < llm.runner.num_blocks < 60
+
+
 # errors
 
 @pytest.mark.parametrize("config,count,valid_counts", KERNEL_CASES["indivisible models"])
@@ -245,15 +279,22 @@ def test_indivisible_model_size_raises_with_valid_counts(tmp_path, config, count
     LLM(tiny_model(tmp_path, **config), **SMALL, tensor_parallel_size=count)
 
 
+@pytest.mark.parametrize("options,message", [({"enable_lora": True}, " with enable_lora"),
+                                             ({"backend": Backend()}, ": Backend's Linear, ")])
+def test_option_on_two_devices_raises(words_folder, options, message):
+  with pytest.raises(InputError, match=f"^pipeline_parallel_size=2 must be 1{message}"):
+    LLM(words_folder, **SMALL, **options, pipeline_parallel_size=2)
+
+
 class FakeCuda:
   """A stub of tinygrad's Device with three GPUs."""
   DEFAULT, default, canonicalize = "CUDA", SimpleNamespace(count=lambda: 3), Device.canonicalize
   def __class_getitem__(cls, name): return SimpleNamespace(device=name, cu_device=int(f"{name}:0".split(":")[1]))
 
 
-def test_check_peers_too_few_gpus_or_no_peer_access_raises(monkeypatch):
+def test_too_few_gpus_or_no_peer_access_raises(monkeypatch):
   """The driver reports access for each ordered pair of GPUs."""
-  monkeypatch.setattr("tinyvllm_extra.kernels.parallel.Device", FakeCuda)
+  for module in (parallel, drivers): monkeypatch.setattr(module, "Device", FakeCuda)
   queries, unreadable = [], {(1, 0)}
 
   def can_access(result, reader, owner):
@@ -261,11 +302,15 @@ def test_check_peers_too_few_gpus_or_no_peer_access_raises(monkeypatch):
     result._obj.value = (reader, owner) not in unreadable
     return 0
   monkeypatch.setattr(cuda, "cuDeviceCanAccessPeer", can_access)
-  with pytest.raises(InputError, match=r"^tensor_parallel_size=4 must be at most 3\b"): check_peers(4)
-  with pytest.raises(InputError, match="^tensor_parallel_size=2 must be 1: CUDA:1 cannot read CUDA's"): check_peers(2)
+  def check(devices, count): check_devices(devices(device_names(count)))
+  with pytest.raises(InputError, match=r"^tensor_parallel_size=4 must be at most 3\b"): check(ShardedDevices, 4)
+  with pytest.raises(InputError, match="^tensor_parallel_size=2 must be 1: CUDA:1 cannot read CUDA's"):
+    check(ShardedDevices, 2)
+  with pytest.raises(InputError, match=r"^pipeline_parallel_size=4 must be at most 3\b"): check(Stages, 4)
   unreadable.clear()
   queries.clear()
-  check_peers(3)
+  check(Stages, 3)   # they need no access
+  check(ShardedDevices, 3)
   assert sorted(queries) == sorted(itertools.permutations(range(3), 2))
 
 

@@ -27,6 +27,7 @@ from tinyvllm import LLM, Backend, InputError
 from tinyvllm.backend import Devices, Linear
 from tinyvllm_extra.cache import snapshots
 from tinyvllm_extra.formats import fit
+from tinyvllm_extra.kernels import parallel
 from tinyvllm_extra.models import choose_model, text_config
 from tinyvllm_extra.models import MODELS as MODEL_CLASSES, find_model
 from tinyvllm_extra.models.layers import scaled_rope_table
@@ -81,6 +82,15 @@ def test_core_backend_equals_recorded_logits(tmp_path, name):
 @pytest.mark.parametrize("name", ["granite", "ministral", "qwen3_vl", "smollm3"])
 def test_two_devices_give_recorded_ids(tmp_path, name):
   check_ids(LLM(write_model(tmp_path, name), **OPTIONS, tensor_parallel_size=2), name)
+
+
+@pytest.mark.parametrize("name", mark_slow_except(("gemma3", "gpt2", "gpt_oss", "qwen3_5"), MODELS))
+def test_layers_on_two_devices_give_recorded_ids(tmp_path, name, monkeypatch):
+  """In micro-batches of 4 tokens. Models with recurrent layers are refused."""
+  monkeypatch.setattr(parallel, "MICRO_BATCH", 4)
+  model, options = write_model(tmp_path, name), {**OPTIONS, "pipeline_parallel_size": 2}
+  if not name.startswith(("lfm2", "qwen3_5")): return check_ids(LLM(model, **options), name)
+  with pytest.raises(InputError, match="^pipeline_parallel_size=2 .* has recurrent layers"): LLM(model, **options)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -16,7 +16,7 @@ from tinyvllm.request import Sequence
 from tinyvllm.runner import GraphKey, Logits, Results, Runner, Step, upload, zeros
 from tinyvllm_extra.cache import snapshots
 from tinyvllm_extra.formats import hub, quantization, weights
-from tinyvllm_extra.kernels import buffers, matmul
+from tinyvllm_extra.kernels import buffers, matmul, parallel
 from tinyvllm_extra.models import layers, matrices
 from tinyvllm_extra.options import LLMConfig, LoRARequest, check_one_device
 from tinyvllm_extra.sampling.logits import LogitsPlan
@@ -123,7 +123,7 @@ class Adapter:
 class Adapters:
   """The adapters of a model. known: by id, in the host's memory. loaded: by index, on the device."""
   def __init__(self, model: Llama, config: LLMConfig):
-    check_one_device(len(model.devices.names), " with enable_lora")
+    check_one_device(model.devices, " with enable_lora")
     self.model, self.lock = model, threading.Lock()
     self.known: dict[int, Adapter] = {}
     self.running: list[Sequence] = []   # the scheduler's list, from its first sequence on
@@ -199,10 +199,13 @@ class LoRARunner(Runner):
 
 
 def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner], num_bytes: int) -> tuple:
-  """Like snapshots.open_proposer, for a model with adapters, which take part of the memory."""
+  """Like snapshots.open_proposer, for a model with adapters, which take part of the memory, or on several devices."""
   config = target.config
-  if isinstance(new_runner, functools.partial) and isinstance(config, LLMConfig) and config.enable_lora:
-    vars(target)["adapters"] = adapters = Adapters(new_runner.args[0], config)
-    num_bytes -= sum(x.nbytes() for x in adapters.tensors)
-    new_runner = functools.partial(LoRARunner, adapters, *new_runner.args, **new_runner.keywords)
+  if isinstance(new_runner, functools.partial) and isinstance(config, LLMConfig):
+    model = new_runner.args[0]
+    if isinstance(model.devices, parallel.Stages): num_bytes = model.devices.cache_bytes(model, num_bytes)
+    if config.enable_lora:
+      vars(target)["adapters"] = adapters = Adapters(model, config)
+      num_bytes -= sum(x.nbytes() for x in adapters.tensors)
+      new_runner = functools.partial(LoRARunner, adapters, *new_runner.args, **new_runner.keywords)
   return snapshots.open_proposer(target, new_runner, num_bytes)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tinygrad import Context, Device, dtypes, nn
 
-from tinyvllm.backend import Devices
+from tinyvllm.backend import Devices, Module
 from tinyvllm.config import JsonObject, ModelConfig, check, logger
 from tinyvllm.llama import Llama
 from tinyvllm_extra import kernels, models, programs
@@ -93,10 +93,10 @@ def weight_bytes(weights: list[Weight], quantization: str | None = None, itemsiz
   return int(sum(map(size, weights)))
 
 
-def checkpoint_bytes(source: "FastCheckpoint", quantization: str | None) -> int:
-  """Return the bytes that a checkpoint's model takes on each of its devices, at least: padding and tensors that are
-  dequantized while loading take more."""
-  sources = {name for module in source.model.modules() for name in module.sources}
+def checkpoint_bytes(source: "FastCheckpoint", quantization: str | None, modules: list[Module] | None = None) -> int:
+  """Return the bytes that a checkpoint's model, or some of its modules, take on each of its devices, at least: padding
+  and tensors that are dequantized while loading take more."""
+  sources = {name for module in modules or source.model.modules() for name in module.sources}
   weights = [Weight(name, x.shape, x.nbytes, x.dtype.kind in "fu")   # u: bfloat16
              for name, x in source.tensors.items() if name.rpartition(".")[0] in sources]
   total = weight_bytes(weights, None if source.method else quantization, source.model.dtype.itemsize)

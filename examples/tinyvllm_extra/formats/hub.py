@@ -180,7 +180,7 @@ class Repository:
     if "config.json" in files:
       path = self.hub.hf_hub_download(self.name, "config.json", revision=self.commit, cache_dir=self.cache)
       weights = fit.estimate_fit(self.name, read_json(pathlib.Path(path)), device, config)["weights_gib"]
-    available = device["free_gib"] * config.tensor_parallel_size
+    available = device["free_gib"] * config.tensor_parallel_size * config.pipeline_parallel_size
     text = f"downloading {self.name}: {size_to_str(size)} in {len(missing)} files to {self.cache}; the weights use " \
       f"{weights:.2f} of {available:.2f} GiB of free memory"
     if weights < available * config.gpu_memory_utilization: logger.info(text)

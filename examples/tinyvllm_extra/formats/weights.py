@@ -1,6 +1,6 @@
 """Loads a model's weights, whatever the format of its files, one tensor at a time. Tensors keep the file's dtype on the
 device if it is narrower than the compute dtype."""
-import collections, dataclasses, errno, json, math, pathlib, re
+import collections, dataclasses, errno, functools, json, math, pathlib, re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +12,7 @@ from tinygrad.dtype import DType
 from tinyvllm import llama
 from tinyvllm.backend import Linear, Module, Norm, renderer
 from tinyvllm.config import JsonObject, check, logger, read_json
-from tinyvllm_extra.kernels import buffers
+from tinyvllm_extra.kernels import buffers, parallel
 from tinyvllm_extra.models.layers import LlamaVariant, VariantConfig, row_order
 from tinyvllm_extra.models.matrices import E4M3, Matrix, Quantized, StoredWeights, is_small_float
 from tinyvllm_extra.options import check_one_device
@@ -118,10 +118,12 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights):
     # The core's layers
     plain = [type(x).__name__ for x in model.modules() if isinstance(x, Linear | Norm) and type(x).load is Module.load]
     layers = f"{type(model.backend).__name__}'s {', '.join(dict.fromkeys(plain))}"
-    if plain: check_one_device(len(model.devices.names), f": {layers} support one device")
+    if plain: check_one_device(model.devices, f": {layers} support one device")
     check(not plain or self.quantization not in fit.QUANTIZED, f"quantization={self.quantization!r} must be None: "
           f"{layers} have no int8 or int4")
     fit.check_memory(self, self.quantization)
+    size = functools.partial(fit.checkpoint_bytes, self, self.quantization)
+    if isinstance(model.devices, parallel.Stages): model.devices.place(model, size)
     try:
       for module in helpers.tqdm(model.modules(), desc="loading weights", disable=None): module.load(self)
     except (MemoryError, OSError) as e:
@@ -170,7 +172,7 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights):
 
   def vectors(self, module: Module, suffix: str) -> list[np.ndarray]:
     """Read a norm's weight or a bias and return each device's shard. The first device adds the bias of partial sums."""
-    num_devices = len(self.model.devices.names)
+    num_devices = len(self.model.devices.shards)
     axis = module.axis if isinstance(module, Linear) else None
     count = num_devices if axis == 0 else 1
     whole = {name: self.array(f"{name}.{suffix}", n * count) for name, n in module.sources.items()}
@@ -180,7 +182,7 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights):
 
   def matrices(self, module: Linear) -> list[Matrix]:
     """Read the matrix of a Linear and return each device's shard, quantized as requested, except embeddings."""
-    count = len(self.model.devices.names)
+    count = len(self.model.devices.shards)
     in_layer = all(module is not x for x in vars(self.model).values())   # else a row for each token, and padding
     rows = {name: n * (count if module.axis == 0 else 1) for name, n in module.sources.items()}
     columns = module.weight.max_numel() // module.out_features * (count if module.axis == 1 else 1)
@@ -211,7 +213,8 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights):
     stored_dtype = getattr(self.model.backend, "stored_dtype", "")
     if dtype == dtypes.float32 and arrays[0].ndim > 1: dtype = getattr(dtypes, stored_dtype, dtype)
     tensors = []
-    for array, device in zip(arrays, self.model.devices.names, strict=True):
+    devices = self.model.devices.shards if len(arrays) > 1 else (str(module.weight.device),)
+    for array, device in zip(arrays, devices, strict=True):
       tensor = to_device(np.ascontiguousarray(array), dtype, device)
       size = max(array.nbytes, tensor.nbytes())   # the array is copied before it is cast
       limit = self.model.backend.memory.largest_tensor()

@@ -32,12 +32,6 @@ def cuda_memory(device: CUDADevice) -> MemoryReport:
 READERS["CUDA"] = cuda_memory
 
 
-def can_access_peer(reader: CUDADevice, owner: CUDADevice) -> bool:
-  """Return whether `reader` can read the memory of `owner`."""
-  def ask(result): check(cuda.cuDeviceCanAccessPeer(ctypes.byref(result), reader.cu_device, owner.cu_device))
-  return bool(init_c_var(ctypes.c_int, ask).value)
-
-
 class CUDABackend(FastBackend):
   """The backend for NVIDIA GPUs."""
   reads_early = True

@@ -80,6 +80,14 @@ def free_unused_buffers(names: tuple[str, ...]) -> None:
     vars(allocator).pop("chunk", None)   # cpu.allocate keeps the newest one there
 
 
+def can_access_peer(reader: str, owner: str) -> bool:
+  """Return whether a CUDA device can read another one's memory."""
+  from tinygrad.runtime.ops_cuda import check, cuda   # slow to import
+  result = ctypes.c_int()
+  check(cuda.cuDeviceCanAccessPeer(ctypes.byref(result), *[vars(Device[x])["cu_device"] for x in (reader, owner)]))
+  return bool(result.value)
+
+
 def amd_memory(device: Any) -> MemoryReport:
   """Read the files of Linux's amdgpu and KFD drivers. A card that tinygrad's own driver runs is not shared."""
   iface = device.iface

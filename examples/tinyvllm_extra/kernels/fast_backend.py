@@ -14,7 +14,7 @@ from tinyvllm_extra.graph_policy import PaddedGraphs
 from tinyvllm_extra.models.layers import MixtureBackend, VariantConfig
 from tinyvllm_extra.options import LLMConfig
 
-from . import attention, cuda_source, drivers, kernel_cache, matmul
+from . import attention, cuda_source, drivers, kernel_cache, matmul, parallel
 
 
 class FastSampler(Sampler):
@@ -54,9 +54,19 @@ def call_layer(layer: Layer, x: Tensor, delta: Tensor, *inputs: Any) -> tuple[Te
   return flatten(x), flatten(delta)
 
 
-def run_layers(layers: list[Layer], x: Tensor, delta: Tensor, caches: list[list[Tensor]], *inputs: Any) -> tuple:
-  """Like Backend.run_layers. Traces one layer for all equal layers, because tracing takes longer than compiling: reuses
-  the traced call of the first equal layer, with this layer's tensors."""
+def run_layers(layers: list[Layer], x: Tensor, delta: Tensor, caches: list[list[Tensor]], ropes: list[Tensor],
+               tokens: Tensor, block_tables: Tensor) -> tuple:
+  """Like Backend.run_layers, with rows of `tokens` by which tensor cores skip padding."""
+  if x.shape[0] > attention.MAX_DECODE and cuda_source.speaks_cuda():
+    tokens = attention.add_query_tiles(tokens, block_tables)
+  reset = matmul.current.set(tokens)
+  try: return trace_layers(layers, x, delta, caches, ropes, tokens, block_tables)
+  finally: matmul.current.reset(reset)
+
+
+def trace_layers(layers: list[Layer], x: Tensor, delta: Tensor, caches: list[list[Tensor]], *inputs: Any) -> tuple:
+  """Call layers, tracing one for all equal ones, because tracing takes longer than compiling: reuse the traced call of
+  the first equal layer, with this layer's tensors."""
   hidden = x.shape[1]
   x, delta = flatten(x), flatten(delta)
   calls: dict[tuple, UOp] = {}
@@ -89,13 +99,7 @@ class FastBackend(MixtureBackend):
 
   def __init__(self) -> None: self.graphs = PaddedGraphs(kernel_cache.restore)
 
-  def run_layers(self, layers: list, x: Tensor, delta: Tensor, caches: list[list[Tensor]], *inputs: Any) -> tuple:
-    ropes, tokens, block_tables = inputs
-    if x.shape[0] > attention.MAX_DECODE and cuda_source.speaks_cuda():
-      tokens = attention.add_query_tiles(tokens, block_tables)
-    reset = matmul.current.set(tokens)
-    try: return run_layers(layers, x, delta, caches, ropes, tokens, block_tables)
-    finally: matmul.current.reset(reset)
+  def run_layers(self, layers: list, *inputs: Any) -> tuple: return parallel.run_layers(run_layers, layers, *inputs)
 
   def kv_layout(self, model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
     """Return the shape and dtype of a block in each cache tensor of a layer: K, V and, for int8, the scales. The layout

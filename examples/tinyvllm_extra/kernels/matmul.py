@@ -115,7 +115,7 @@ class FastLinear(Linear):
       halves = {name: [narrow(x, False) for x in arrays] for name, arrays in scales.items()}
       fits = all(x.dtype == np.float16 for arrays in halves.values() for x in arrays)
       if fits and math.gcd(K // groups, 32) in (32, K // groups): scales = halves
-      else: self.weight = Tensor.empty(N // 16, K, 16, dtype=self.weight.dtype)
+      else: self.weight = Tensor.empty(N // 16, K, 16, dtype=self.weight.dtype, device=self.weight.device)
     shape = self.weight.max_shape
     self.weight = place([pack_numbers(self.ordered(w.q), shape, self.has_8bit_inputs) for w in quantized])
     self.scales = {name: place([reorder(self.ordered(x), scales_shape(shape, x.shape[1])) for x in arrays])

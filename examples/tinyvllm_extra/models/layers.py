@@ -283,9 +283,10 @@ class LlamaVariant(Llama):
 
   def __init__(self, config: VariantConfig, dtype: DType, backend: Backend, devices: Devices):
     is_whole = any(config.norms[1::2]) or config.qk_norm == "all" or config.fused or config.has_sinks
-    if is_whole or {*config.layers} != {VariantLayer}:
-      check_one_device(len(devices.names), ": this model has experts, recurrent layers, learned positions, sinks, "
+    if len(devices.shards) > 1 and (is_whole or {*config.layers} != {VariantLayer}):
+      check_one_device(devices, ": this model has experts, recurrent layers, learned positions, sinks, "
                        "norms of whole outputs, or q, k and v or gate and up in one matrix")
+    if not all(x.has_kv for x in config.layers): check_one_device(devices, ": this model has recurrent layers")
     check(dtype != dtypes.float16 or not config.overflows_float16, "dtype='float16' overflows in this model: use "
           "'auto', 'bfloat16' or 'float32'", "float16")
     super().__init__(config, dtype, backend, devices)
@@ -323,7 +324,7 @@ class Embedder(Llama):
   """A model without lm_head: returns float32 hidden states, (S, hidden), after the final norm, in place of logits. An
   embedding is the one of the last token."""
   def __init__(self, config: ModelConfig, dtype: DType, backend: Backend, devices: Devices):
-    check_one_device(len(devices.names), " for an embedding model")
+    check_one_device(devices, " for an embedding model")
     super().__init__(dataclasses.replace(config, tie_word_embeddings=True), dtype, backend, devices)
     self.lm_head = lambda h, dtype: h.cast(dtype).contiguous()   # type: ignore[assignment]
 
