@@ -24,7 +24,7 @@ from helpers.record_models import DATA, MODELS, NUM_TOKENS, OPTIONS, make_prompt
 from tinygrad import Tensor, dtypes, nn
 
 from tinyvllm import LLM, Backend, InputError
-from tinyvllm.backend import Devices, Linear
+from tinyvllm.backend import Linear
 from tinyvllm_extra.cache import snapshots
 from tinyvllm_extra.formats import fit
 from tinyvllm_extra.kernels import parallel
@@ -86,11 +86,9 @@ def test_two_devices_give_recorded_ids(tmp_path, name):
 
 @pytest.mark.parametrize("name", mark_slow_except(("gemma3", "gpt2", "gpt_oss", "qwen3_5"), MODELS))
 def test_layers_on_two_devices_give_recorded_ids(tmp_path, name, monkeypatch):
-  """In micro-batches of 4 tokens. Models with recurrent layers are refused."""
+  """In micro-batches of 4 tokens."""
   monkeypatch.setattr(parallel, "MICRO_BATCH", 4)
-  model, options = write_model(tmp_path, name), {**OPTIONS, "pipeline_parallel_size": 2}
-  if not name.startswith(("lfm2", "qwen3_5")): return check_ids(LLM(model, **options), name)
-  with pytest.raises(InputError, match="^pipeline_parallel_size=2 .* has recurrent layers"): LLM(model, **options)
+  check_ids(LLM(write_model(tmp_path, name), **OPTIONS, pipeline_parallel_size=2), name)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -200,7 +198,7 @@ def test_positions_limit_max_model_len(tmp_path, name, limit):
 def test_several_devices_raise(name):
   config, model_class = find_model(read(name)["config"], Path("x"))
   with pytest.raises(InputError, match="tensor_parallel_size=2 must be 1"):
-    model_class(config, dtypes.float32, Backend(), Devices(("CPU", "CPU:1")))
+    model_class(config, dtypes.float32, Backend(), parallel.ShardedDevices(("CPU", "CPU:1")))
 
 
 @pytest.mark.parametrize("name", ["gemma3_vision", "gpt2", "gpt_oss", "qwen3_moe"])
@@ -303,14 +301,16 @@ def test_samples_of_a_prompt_share_its_snapshot(llm, ids):
   assert [sample.token_ids for sample in output.outputs] == [ids[6]] * 3
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_failures_and_aborts_change_no_ids(folder, ids, monkeypatch, seed):
-  """Few blocks, so that sequences are preempted, and snapshots, so that they are replaced."""
+  """Few blocks, so that sequences are preempted, and snapshots, so that they are replaced. The last seed's layers are
+  on two devices."""
   rng = random.Random(seed)
+  monkeypatch.setattr(parallel, "MICRO_BATCH", 2)
   monkeypatch.setattr("tinyvllm_extra.cache.snapshots.MAX_SNAPSHOTS", 1)
-  llm = LLM(folder, **OPTIONS, num_gpu_blocks_override=18)
+  llm = LLM(folder, **OPTIONS, num_gpu_blocks_override=18, pipeline_parallel_size=1 + seed // 3)
   num_rows = len(llm.states.free_rows)
-  set_overlap(monkeypatch, llm.runner, ["", "overlapped", "early"][seed])
+  set_overlap(monkeypatch, llm.runner, ["", "overlapped", "early", "overlapped"][seed])
   break_steps(llm, monkeypatch, lambda place: rng.random() < 0.03)
   requests, last, _ = run_random(llm, rng, 240, lambda: (rng.choice(PROMPTS[:8]), greedy(rng.randint(1, NUM_TOKENS))),
                                  lambda: check_states(llm.states, num_rows))
@@ -319,7 +319,8 @@ def test_random_failures_and_aborts_change_no_ids(folder, ids, monkeypatch, seed
     assert ids_of(last[name]) == ids[PROMPTS.index(prompt_ids)][:params.max_tokens]
 
 
-def test_drafts_change_no_ids(folder, ids, monkeypatch):
+@pytest.mark.parametrize("count", [1, 2])
+def test_drafts_change_no_ids(folder, ids, monkeypatch, count):
   """Drafts with errors at random places: the state before them returns, and accepted tokens are computed again."""
   rng = random.Random(1)
   known = [prompt + answer for prompt, answer in zip(PROMPTS, ids, strict=True)]
@@ -329,7 +330,7 @@ def test_drafts_change_no_ids(folder, ids, monkeypatch):
     return [token if rng.random() < 0.7 else token ^ 1 for token in rest]
   monkeypatch.setattr(speculation.Drafter, "propose", propose)
   monkeypatch.setattr(speculation.SpeculativeProposer, "needs_sync", lambda *_: True)
-  llm = LLM(folder, **OPTIONS, speculative_config=DRAFTS)
+  llm = LLM(folder, **OPTIONS, speculative_config=DRAFTS, pipeline_parallel_size=count)
   for _ in range(2): assert ids_of_batch(llm, PROMPTS, greedy(NUM_TOKENS)) == ids
   metrics = llm.get_metrics()
   assert 0 < metrics["spec_decode_num_accepted_tokens"] < metrics["spec_decode_num_draft_tokens"]

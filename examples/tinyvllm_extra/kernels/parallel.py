@@ -1,7 +1,7 @@
 """The devices of one machine that share a model. Tensor parallelism (Shoeybi et al. 2019): each has a shard of the
 heads, the MLP and the vocabulary, and reads the partial sums of the others in place. Pipeline parallelism (Huang et al.
 2019): each has some of the layers, and gets copies of the activations; no device reads another one's memory."""
-import dataclasses, itertools
+import dataclasses, functools, itertools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -49,12 +49,13 @@ def check_devices(devices: "ShardedDevices | Stages") -> None:
 
 
 class Graph(_TinyJit):
-  """A captured step on several devices. step: a partial of Runner._compute whose last argument is the GraphKey."""
+  """A captured step on several devices. step: a partial of Runner._compute, whose last argument is the GraphKey, or a
+  small one."""
   def __init__(self, devices: tuple[str, ...], step: Any):
     super().__init__(step)
     self.devices = devices
     # Devices wait before they reuse memory that others read. Small steps need so little that none is reused
-    self.no_reuse = int(step.args[-1].num_tokens <= 64)
+    self.no_reuse = int(not isinstance(step, functools.partial) or step.args[-1].num_tokens <= 64)
 
   def __call__(self, *args: object, **kwargs: object) -> object:
     if self.cnt != 1: return super().__call__(*args, **kwargs)   # no Context, which all threads would share
@@ -107,7 +108,8 @@ class Stages(backend.Devices):
   def cache_bytes(self, model: Llama, num_bytes: int) -> int:
     """Return the bytes for the KV cache of all layers, so that each device has room for its layers. num_bytes: of each
     device's memory, less all weights."""
-    weights, devices = nn.state.get_parameters(model.modules()), [device_of(layer) for layer in model.layers]
+    weights = nn.state.get_parameters(model.modules())
+    devices = [device_of(layer) for layer in model.layers if layer.has_kv]
     others = {name: sum(x.nbytes() for x in weights if x.device != name) for name in devices}
     return min((num_bytes + others[name]) // devices.count(name) for name in others) * len(devices)
 

@@ -286,7 +286,6 @@ class LlamaVariant(Llama):
     if len(devices.shards) > 1 and (is_whole or {*config.layers} != {VariantLayer}):
       check_one_device(devices, ": this model has experts, recurrent layers, learned positions, sinks, "
                        "norms of whole outputs, or q, k and v or gate and up in one matrix")
-    if not all(x.has_kv for x in config.layers): check_one_device(devices, ": this model has recurrent layers")
     check(dtype != dtypes.float16 or not config.overflows_float16, "dtype='float16' overflows in this model: use "
           "'auto', 'bfloat16' or 'float32'", "float16")
     super().__init__(config, dtype, backend, devices)

@@ -5,12 +5,13 @@ import collections, functools, math
 from collections.abc import Callable
 
 import numpy as np
-from tinygrad import Tensor, UOp, dtypes
+from tinygrad import Tensor, UOp, dtypes, nn
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
 from tinyvllm.backend import TOKENS, cpu_cores, exclusive
 from tinyvllm.config import ModelConfig
+from tinyvllm.llama import Layer
 from tinyvllm.runner import Runner, upload, zeros
 
 from .layers import MixtureLayer, VariantConfig, VariantLayer
@@ -41,7 +42,9 @@ class StatePool:
   snapshot is replaced. shapes: see state_shapes."""
   def __init__(self, runner: Runner, shapes: list[tuple[int, ...]], num_rows: int, has_drafts: bool):
     self.padding = runner.config.max_num_seqs   # row
-    self.states = [Tensor.empty(num_rows, *x, dtype=dtypes.float32).contiguous().realize() for x in shapes if x]
+    def new(layer: Layer, shape: tuple[int, ...]) -> Tensor:   # where the layer's weights are
+      return Tensor.empty(num_rows, *shape, dtype=dtypes.float32, device=nn.state.get_parameters(layer)[0].device)
+    self.states = [new(*x).contiguous().realize() for x in zip(runner.model.layers, shapes, strict=True) if x[1]]
     for cache, state in zip([x for x in runner.kv_caches if not x], self.states, strict=True): cache.append(state)
     self.num_pairs = max(1, min(16, COPIED // max(map(math.prod, filter(None, shapes)))))   # per copy
     self.pairs = zeros(self.num_pairs, 2)   # from, to
@@ -51,7 +54,8 @@ class StatePool:
     self.snapshots = collections.OrderedDict[bytes, int]()   # by block hash
     self.num_hits = 0
 
-  def run(self) -> None: Tensor.realize(*[x.custom_kernel(self.pairs, fxn=copy_kernel)[0] for x in self.states])
+  def run(self) -> None:
+    Tensor.realize(*[x.custom_kernel(self.pairs.to(x.device), fxn=copy_kernel)[0] for x in self.states])
 
   def copy(self, pairs: list[tuple[int, int]]) -> None:
     """Copy rows in the order of the device's other work. pairs: from and to; no row is in two of them."""
@@ -116,7 +120,8 @@ def keep_kernel(out: UOp, x: UOp, state: UOp, tokens: UOp, columns: int) -> UOp:
 def causal_conv(x: Tensor, state: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
   """Return the convolution of each channel over a sequence's tokens, (T, channels), and update the states in place. x:
   (T, channels or more)."""
-  out = Tensor.empty(len(x), weight.shape[0], dtype=x.dtype).custom_kernel(x, state, weight, tokens, fxn=conv_kernel)[0]
+  out = Tensor.empty(len(x), weight.shape[0], dtype=x.dtype, device=x.device)
+  out = out.custom_kernel(x, state, weight, tokens, fxn=conv_kernel)[0]
   return out.custom_kernel(x, state, tokens, fxn=functools.partial(keep_kernel, columns=weight.max_shape[2] - 1))[0]
 
 
@@ -256,7 +261,7 @@ class DeltaRuleLayer(HybridLayer):
     units = (qk.square().sum(3) + 1e-6).rsqrt().contiguous().repeat(1, 1, groups // int(qk.shape[2]))
     units = units.repeat_interleave(heads // groups, 2).permute(1, 0, 2)   # (2, T, heads)
     gates = decay.stack(b.sigmoid()).cat(units).contiguous()
-    out = Tensor.empty(h.shape[0], heads, size // heads, dtype=dtypes.float32).custom_kernel(
+    out = Tensor.empty(h.shape[0], heads, size // heads, dtype=dtypes.float32, device=h.device).custom_kernel(
       state, x, gates, tokens, fxn=functools.partial(delta_kernel, K=K, groups=groups))[0]
     return self.gated_norm(out).flatten(1) * xz[:, -size:].float().silu()
 
