@@ -126,13 +126,13 @@ class Matrices(FastCheckpoint):
   """A checkpoint that is read without a model, for `count` devices."""
   def __init__(self, folder: Path, count: int = 1):
     super().__init__(folder)
-    devices = SimpleNamespace(names=("CPU",) * count)
+    devices = SimpleNamespace(shards=("CPU",) * count)
     self.model: Any = SimpleNamespace(config=SimpleNamespace(head_dim=16), devices=devices, embed_tokens=None)
     self.dtype, self.tensors = np.float32, self.stored_tensors()
     self.layouts = find_layouts(self.quantization_config)
 
   def shards(self, axis: int, sources: dict[str, int], inputs: int) -> list[Any]:
-    count = len(self.model.devices.names)
+    count = len(self.model.devices.shards)
     rows, columns = [(count, 1), (1, count)][axis]
     sources = {name: n // rows for name, n in sources.items()}
     weight = SimpleNamespace(max_numel=lambda: sum(sources.values()) * inputs // columns)

@@ -21,7 +21,7 @@ class CoreCheckpoint:
 
 
 class OneDevice:
-  names = (Device.DEFAULT,)
+  names = shards = (Device.DEFAULT,)
   def __init__(self, config): pass
   def shard(self, model): return model
   def jit(self, step): return TinyJit(step)
