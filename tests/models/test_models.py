@@ -21,7 +21,7 @@ from helpers.kernels import on_device
 from helpers.models import VARIANTS, tiny_model
 from helpers.parameters import mark_slow_except, slow
 from helpers.record_models import DATA, MODELS, NUM_TOKENS, OPTIONS, make_prompts, make_weights, read, write_model
-from tinygrad import Tensor, dtypes, nn
+from tinygrad import Device, Tensor, dtypes, nn
 
 from tinyvllm import LLM, Backend, InputError
 from tinyvllm.backend import Linear
@@ -36,6 +36,7 @@ from tinyvllm_extra.sampling import speculation
 
 CONFIGS = read_data("model_configs.json")
 
+TWO_DEVICES = pytest.mark.skipif(Device.DEFAULT != "CPU" and Device.default.count() < 2, reason="needs two devices")
 CORE = "gemma2", "gpt2", "granite", "granite4", "muse_glimmer", "phi3_long", "qwen3_5"   # all but experts and sinks
 
 
@@ -84,6 +85,7 @@ def test_two_devices_give_recorded_ids(tmp_path, name):
   check_ids(LLM(write_model(tmp_path, name), **OPTIONS, tensor_parallel_size=2), name)
 
 
+@TWO_DEVICES
 @pytest.mark.parametrize("name", mark_slow_except(("gemma3", "gpt2", "gpt_oss", "qwen3_5"), MODELS))
 def test_layers_on_two_devices_give_recorded_ids(tmp_path, name, monkeypatch):
   """In micro-batches of 4 tokens."""
@@ -301,7 +303,7 @@ def test_samples_of_a_prompt_share_its_snapshot(llm, ids):
   assert [sample.token_ids for sample in output.outputs] == [ids[6]] * 3
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, 2, pytest.param(3, marks=TWO_DEVICES)])
 def test_random_failures_and_aborts_change_no_ids(folder, ids, monkeypatch, seed):
   """Few blocks, so that sequences are preempted, and snapshots, so that they are replaced. The last seed's layers are
   on two devices."""
@@ -319,7 +321,7 @@ def test_random_failures_and_aborts_change_no_ids(folder, ids, monkeypatch, seed
     assert ids_of(last[name]) == ids[PROMPTS.index(prompt_ids)][:params.max_tokens]
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=TWO_DEVICES)])
 def test_drafts_change_no_ids(folder, ids, monkeypatch, count):
   """Drafts with errors at random places: the state before them returns, and accepted tokens are computed again."""
   rng = random.Random(1)
