@@ -275,10 +275,10 @@ class Backend:
 
 
 class Devices:
-  """The devices that share a model (seam; parallel.py), here one. shards: those with a part of each tensor, which the
-  backend's Linear and Norm handle; the KV cache of a layer is where its weights are. shard: a config with one device's
-  share of heads, MLP and vocabulary. jit: a step as a graph, captured when it is called with `cnt` 1. gather: the
-  logits of the whole vocabulary, (S, V), on the first device."""
+  """The devices that share a model (seam; parallel.py), here one. names: all, which also have RoPE's tables. shards:
+  those with a part of each tensor, as the backend's Linear and Norm handle them; a layer's KV cache is where its
+  weights are. shard: a config with one device's share of heads, MLP and vocabulary. jit: a step as a graph, captured
+  when it is called with `cnt` 1. gather: the logits of the whole vocabulary, (S, V), on the first device."""
   def __init__(self, names: tuple[str, ...] = ()): self.names = self.shards = names or (Device.DEFAULT,)
   def shard(self, model: ModelConfig) -> ModelConfig: return model
   def jit(self, step: Callable[[], Any]) -> Any: return TinyJit(step)

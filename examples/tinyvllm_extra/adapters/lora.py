@@ -208,4 +208,4 @@ def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner], num_
       vars(target)["adapters"] = adapters = Adapters(model, config)
       num_bytes -= sum(x.nbytes() for x in adapters.tensors)
       new_runner = functools.partial(LoRARunner, adapters, *new_runner.args, **new_runner.keywords)
-  return snapshots.open_proposer(target, new_runner, num_bytes)
+  return snapshots.open_proposer(target, new_runner, max(0, num_bytes))   # an error names no negative size
