@@ -91,7 +91,7 @@ def allocate_kv_caches(model: Llama, config: EngineConfig, num_bytes: int) -> li
   logger.log(30 if num_blocks <= per_sequence else 20, f"KV cache: {num_blocks - 1} blocks = "
              f"{(num_blocks - 1) * config.block_size} tokens: {(num_blocks - 1) / per_sequence:.1f} sequences of "
              f"{length}, {num_blocks * block_bytes / 2**30:.2f} GiB{' when all are used' if cpu_cores() else ''}")
-  def new(layer, shape, dtype):   # where the layer's weights are
+  def new(layer, shape, dtype):   # on the devices of the layer's weights
     return Tensor.empty(num_blocks, *shape, dtype=dtype, device=nn.state.get_parameters(layer)[0].device).contiguous()
   return [[new(layer, *part).realize() for part in layout] for layer, layout in zip(model.layers, layouts, strict=True)]
 

@@ -53,7 +53,7 @@ class RayConfig(Options):
   target_ongoing_requests: float | None = option(None, "Target requests per replica (default: max_num_seqs / 2)",
                                                  min=0.01, max=2**31)
   num_ingresses: int = option(1, "Number of processes that forward requests", min=1, max=4096)
-  gpus_per_replica: float | None = option(None, "GPUs per replica (default: those of a model, or 0 without GPUs)",
+  gpus_per_replica: float | None = option(None, "GPUs per replica (default: one per device of a model, 0 without GPUs)",
                                           min=0, max=64)
   cpus_per_replica: float = option(1, "CPU cores per replica", min=0, max=1024)
 

@@ -56,7 +56,8 @@ def call_layer(layer: Layer, x: Tensor, delta: Tensor, *inputs: Any) -> tuple[Te
 
 def run_layers(layers: list[Layer], x: Tensor, delta: Tensor, caches: list[list[Tensor]], ropes: list[Tensor],
                tokens: Tensor, block_tables: Tensor) -> tuple:
-  """Like Backend.run_layers, with rows of `tokens` by which tensor cores skip padding."""
+  """Like Backend.run_layers, for layers on the same device. Tensor cores get query tiles and skip padding, see
+  attention.add_query_tiles."""
   if x.shape[0] > attention.MAX_DECODE and cuda_source.speaks_cuda():
     tokens = attention.add_query_tiles(tokens, block_tables)
   reset = matmul.current.set(tokens)

@@ -96,12 +96,13 @@ class Stages(backend.Devices):
   def jit(self, step: Callable[[], object]) -> Graph: return Graph(self.names, step)
 
   def place(self, model: Llama, size: Callable[[list[Module]], int]) -> None:
-    """Move weights that are not loaded yet, so that all devices have about as many bytes. size: of modules."""
+    """Choose each layer's device, before its weights load: consecutive layers, and about as many bytes on each device.
+    size: returns the bytes of modules."""
     layers = [[x for x in vars(layer).values() if isinstance(x, Module)] for layer in model.layers]
     total, sizes = size(model.modules()), [*map(size, layers)]
     start = total - sum(sizes)
     for modules, num_bytes in zip(layers, sizes, strict=True):
-      device = self.names[(2 * start + num_bytes) * len(self.names) // (2 * total)]   # of the middle
+      device = self.names[(2 * start + num_bytes) * len(self.names) // (2 * total)]   # by the layer's middle
       for x in nn.state.get_parameters(modules): x.replace(Tensor.empty(*x.shape, dtype=x.dtype, device=device))
       start += num_bytes
 

@@ -90,7 +90,8 @@ class VariantLayer(Layer):
   def __init__(self, config: VariantConfig, index: int, dtype: DType, backend: Backend):
     self.config, self.backend, self.dtype = config, backend, dtype
     self.name = f"model.layers.{index}"
-    self.options = self.window, self.rope = config.windows[index], config.rope_kinds[index]
+    self.window, self.rope = config.windows[index], config.rope_kinds[index]
+    self.options: tuple[int, ...] = self.window, self.rope
     norms = [self.norm(source, config.hidden_size) if source else None for source in config.norms]
     self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
     self.make_attention()

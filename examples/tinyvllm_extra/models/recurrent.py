@@ -42,7 +42,7 @@ class StatePool:
   snapshot is replaced. shapes: see state_shapes."""
   def __init__(self, runner: Runner, shapes: list[tuple[int, ...]], num_rows: int, has_drafts: bool):
     self.padding = runner.config.max_num_seqs   # row
-    def new(layer: Layer, shape: tuple[int, ...]) -> Tensor:   # where the layer's weights are
+    def new(layer: Layer, shape: tuple[int, ...]) -> Tensor:   # on the device of the layer's weights
       return Tensor.empty(num_rows, *shape, dtype=dtypes.float32, device=nn.state.get_parameters(layer)[0].device)
     self.states = [new(*x).contiguous().realize() for x in zip(runner.model.layers, shapes, strict=True) if x[1]]
     for cache, state in zip([x for x in runner.kv_caches if not x], self.states, strict=True): cache.append(state)
