@@ -163,6 +163,7 @@ def test_commands_write_a_trace(words_folder, tmp_path):
   command = "generate", "the cat", "--model", words_folder, *FLAGS, "-n", 5, "--temperature", 0
   assert run_command(*command, "--trace", tmp_path / "one").stdout == run_command(*command).stdout
   assert f"'{tmp_path}' cannot be written: Is a directory" in error_line(run_command(*command, "--trace", tmp_path))
+  error_line(run_command(*command, "--trace", tmp_path / "one", "--max-model-len", 10**6))   # the file stays
   assert len(read(tmp_path / "one")[1]) == 5
   (tmp_path / "other").write_bytes(b"\xff\n")
   for name, output, error in (("other", "a", "was not written with --trace"), ("one", "b/c", "cannot be written")):

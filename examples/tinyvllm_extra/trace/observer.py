@@ -10,8 +10,9 @@ from tinyvllm_extra.cache.snapshots import SnapshotScheduler
 
 
 def open_trace(path: str) -> io.FileIO:
-  """Return an empty file, which only its owner may read: it will hold the tokens of all requests."""
-  try: return open(pathlib.Path(path).expanduser(), "wb", 0, opener=lambda name, flags: os.open(name, flags, 0o600))
+  """Return a file, which only its owner may read: it will hold the tokens of all requests. An earlier trace in it stays
+  until `write_lines` starts, as the engine may fail to load."""
+  try: return open(pathlib.Path(path).expanduser(), "ab", 0, opener=lambda name, flags: os.open(name, flags, 0o600))
   except OSError as error: raise InputError(f"trace={path!r} cannot be written: {error.strerror}") from error
 
 
@@ -37,7 +38,7 @@ def tokens_of(scheduled: Scheduled, length: int) -> JsonObject:
 def write_lines(file: io.FileIO, lines: queue.SimpleQueue[JsonObject | None]) -> None:
   """Write lines until the None. Each is written in one call, so that it is complete or absent. A Sequence in a line
   stands for its name. After an error, the file ends with its last line."""
-  size = 0
+  size = os.fstat(file.fileno()).st_size and file.truncate(0)   # a device has size 0
   for line in iter(lines.get, None):
     if not file.closed:
       data = f"{json.dumps(line, separators=(',', ':'), default=name_of)}\n".encode()
