@@ -118,9 +118,10 @@ def test_logprobs_beyond_20_equal_log_softmax(server, k):
 def test_truncate_prompt_tokens_of_chat_and_minus_1_fit_the_context(server):
   messages = [{"role": "user", "content": "the cat " * 100}]
   assert error_of(server.post(CHATS, {"messages": messages}), 400)["message"].startswith("This model's maximum")
-  for path, size, num in ((CHATS, 5, 5), (CHATS, -1, 128 - 6), (COMPLETIONS, -1, 128 - 6)):
+  for path, size, num in ((CHATS, 5, 5), (CHATS, -1, 128 - 4), (COMPLETIONS, -1, 128 - 6)):
     prompt = {"messages": messages} if path == CHATS else {"prompt": "the cat " * 100}
-    assert ask(server, path, **prompt, truncate_prompt_tokens=size)["usage"]["prompt_tokens"] == num
+    fields = {**prompt, "truncate_prompt_tokens": size, **({"max_completion_tokens": 4} if path == CHATS else {})}
+    assert ask(server, path, **fields)["usage"]["prompt_tokens"] == num
 
 
 CONTINUED = [*MESSAGES, {"role": "assistant", "content": "sat on"}]

@@ -11,10 +11,11 @@ from tinyvllm_extra.text.chat_template import INSTRUCTIONS, plain_text
 from . import answers, errors
 from .protocol import SAMPLING, Body, ChatCompletionRequest, Int, JsonBody, thinking, with_fields
 
-# ignored: fields of the official clients without effect here. stateful: fields that need stored responses or prompts.
-# echo: properties of a response that repeat the request, with defaults. messages, responses: templates of an answer and
-# of each kind of block, with names of values, see BlockBuilder: a whole one, and the events that open it, add text and
-# close it; failed: after an error; usage: of a finished response. Clients drop thinking without signature
+# ignored: fields of the official clients without effect here. refused: fields of a body that need stored responses or
+# prompts, or have another name in its protocol, with what to do instead. echo: properties of a response that repeat the
+# request, with defaults. messages, responses: templates of an answer and of each kind of block, with names of values,
+# see BlockBuilder: a whole one, and the events that open it, add text and close it; failed: after an error; usage: of a
+# finished response. Clients drop thinking without signature
 TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
 # Fields that the chat takes over unchanged
 CHAT_FIELDS = {name: x for name, x in SAMPLING.items() if name not in ("n", "logprobs", "prompt_logprobs")} | {
@@ -62,7 +63,9 @@ def function(name: str | None, **fields: object) -> JsonObject:
 
 
 def chat_request(body: Body, **fields: object) -> ChatCompletionRequest:
-  """Return a chat with `fields` and with the body's CHAT_FIELDS. Raises RequestValidationError."""
+  """Return a chat with `fields` and with the body's CHAT_FIELDS. Raises InputError or RequestValidationError."""
+  for name, remedy in TABLES["refused"][type(body).__name__].items():
+    check(not getattr(body, name), f"{name}={getattr(body, name)!r}: {remedy}")
   options = {name: value for name, value in body if name in CHAT_FIELDS}
   try: return ChatCompletionRequest.model_validate({**options, **fields})
   except pydantic.ValidationError as error: raise errors.RequestValidationError(error.errors()) from error
@@ -109,7 +112,7 @@ class MessagesRequest(Body):
     check(not config.format or config.format.type == "json_schema", "output_config: format.type must be json_schema")
     variables = thinking(self.thinking.type != "disabled") if self.thinking else {}
     return chat_request(
-      self, messages=messages, max_tokens=self.max_tokens, stop=self.stop_sequences, reasoning_effort=config.effort,
+      self, messages=messages, stop=self.stop_sequences, reasoning_effort=config.effort,
       chat_template_kwargs={**variables, **self.chat_template_kwargs},
       tools=[function(x.name, description=x.description, parameters=x.input_schema) for x in self.tools or []
              if x.input_schema is not None],
@@ -168,7 +171,7 @@ class ResponsesToolChoice(JsonBody):
     return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": functions}}
 
 
-@with_fields(**COMMON | dict.fromkeys(TABLES["stateful"], object) | {"metadata": JsonObject},
+@with_fields(**COMMON | dict.fromkeys(TABLES["refused"]["ResponsesRequest"], object) | {"metadata": JsonObject},
              input=(str | list[Item], ...), instructions=str, max_output_tokens=int, tools=list[ResponsesTool],
              tool_choice=Literal["none", "auto", "required"] | ResponsesToolChoice, parallel_tool_calls=bool,
              text=AnswerOptions, reasoning=AnswerOptions)
@@ -176,8 +179,6 @@ class ResponsesRequest(Body):
   """Also accepts the sampling parameters of a chat."""
   def to_chat(self) -> ChatCompletionRequest:
     """Return the chat for a body. Raises InputError for what needs state or is not text."""
-    for name in TABLES["stateful"]:
-      check(not getattr(self, name), f"{name}: the server stores nothing: send the whole input instead")
     messages: list[JsonObject] = []
     if self.instructions: add_message(messages, "system", self.instructions)
     if isinstance(self.input, str): add_message(messages, "user", self.input)

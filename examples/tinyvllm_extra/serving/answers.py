@@ -12,7 +12,7 @@ from tinyvllm_extra.text import chat_template, huggingface
 from tinyvllm_extra.text.parsers import Parser
 
 from .errors import internal_error
-from .protocol import ChatCompletionRequest, GenerationRequest, StreamOptions
+from .protocol import GenerationRequest, StreamOptions
 
 
 def num_tokens(requests: list[engine.Request]) -> tuple[int, int]:
@@ -62,7 +62,7 @@ class ChoicesBuilder(Generation):
 
   def __post_init__(self) -> None:
     """Raises InputError if a prompt and the requested output exceed the context, as vLLM does."""
-    size = isinstance(self.body, ChatCompletionRequest) and self.body.max_completion_tokens or self.body.max_tokens or 0
+    size = self.body.max_tokens or 0
     self.sequences = [seq for request in self.requests for seq in request.sequences]   # by choice
     for seq in self.sequences:
       check(seq.num_prompt + size <= seq.max_len or self.params.max_tokens != size,   # --override-generation-config

@@ -107,7 +107,7 @@ class ResponseFormat(Body): type: Literal["text", "json_object", "json_schema", 
 class StreamOptions(Body): ...
 
 
-@with_fields(name=(str, ...), description=str, parameters=dict, strict=bool)
+@with_fields(name=(Annotated[str, pydantic.Field(min_length=1)], ...), description=str, parameters=dict, strict=bool)
 class FunctionDefinition(Body): ...
 
 
@@ -130,7 +130,7 @@ COMMON = SAMPLING | NO_EFFECT | PLAIN | {
 AsObject = pydantic.AfterValidator(lambda body: body.model_dump(exclude_none=True))
 ToolChoice = Annotated[Tool | AllowedToolsChoice, pydantic.Field(discriminator="type"), AsObject]
 TOOLS = {"tools": list[Annotated[Tool, AsObject]], "tool_choice": Literal["none", "auto", "required"] | ToolChoice,
-         "chat_template_kwargs": dict, "reasoning_effort": str}
+         "chat_template_kwargs": dict}
 
 
 @with_fields(**COMMON, prompt=(Prompts, ...))
@@ -138,7 +138,10 @@ class CompletionRequest(Body): ...
 
 
 @with_fields(**COMMON | TOOLS | TEMPLATE | {"logprobs": bool, "top_logprobs": Int, "max_completion_tokens": Int})
-class ChatCompletionRequest(Body): messages: list[JsonObject]
+class ChatCompletionRequest(Body):
+  messages: list[JsonObject]
+  def model_post_init(self, _: object) -> None:   # the deprecated max_tokens yields, as in vLLM
+    if self.max_completion_tokens is not None: self.max_tokens = self.max_completion_tokens
 
 
 @with_fields(**TOOLS | TEMPLATE, model=str, prompt=str, messages=list[dict], add_special_tokens=bool,
@@ -193,7 +196,6 @@ def sampling_params(body: GenerationRequest, defaults: JsonObject, escapes: Json
   if fields.get("max_tokens") == -1: fields["max_tokens"] = MAX_INT   # llama.cpp's "no limit"
   if isinstance(body, ChatCompletionRequest):
     fields.setdefault("max_tokens", MAX_INT)
-    if body.max_completion_tokens is not None: fields["max_tokens"] = body.max_completion_tokens
     check(body.logprobs or not body.top_logprobs, "top_logprobs: requires logprobs=true")
     fields["logprobs"] = body.top_logprobs or 0 if body.logprobs else None
   elif body.echo and fields.get("max_tokens") == 0: fields["max_tokens"] = 1   # its text is left out
@@ -250,8 +252,7 @@ def encode_prompts(body: GenerationRequest, engine: LLM, trusts_template: bool) 
   is_plain = has_special and not is_chat   # the engine encodes like this
   limit = body.truncate_prompt_tokens
   check(limit is None or limit == -1 or limit > 0, f"truncate_prompt_tokens={limit} must be at least 1, or -1")
-  num_output = body.max_tokens or is_chat and body.max_completion_tokens or 1
-  if limit == -1: limit = max(1, engine.max_model_len - max(1, num_output))
+  if limit == -1: limit = max(1, engine.max_model_len - max(1, body.max_tokens or 1))
   def kept(size: int) -> slice: return slice(size) if body.truncation_side == "right" else slice(-size, None)
 
   def encode(prompt: str | list[int]) -> JsonObject:
@@ -272,8 +273,7 @@ def chat_text(body: Body, tokenizer: huggingface.ChatTokenizer, trusts_template:
   variables = body.chat_template_kwargs or {}
   for name in ("messages", "raise_exception", "chat_template", "strftime_now"):
     check(name not in variables, f"chat_template_kwargs: {name} is reserved")
-  effort = body.reasoning_effort
-  if effort: variables = {"reasoning_effort": effort, **thinking(effort != "none"), **variables}
+  if body.reasoning_effort: variables = {**thinking(body.reasoning_effort != "none"), **variables}
   variables = {**variables, **{name: value for name, value in body if name in TEMPLATE and value not in (None, "")}}
   check(trusts_template or "chat_template" not in variables,
         "chat_template: refused, because the server runs without --trust-request-chat-template")
