@@ -241,7 +241,7 @@ def app(args: dict[str, Any]) -> Any:
   engine, server, own = configs(args)
   folder = args.get("model")
   if folder:
-    path = check_model(folder, engine).resolve()   # replicas have another working directory
+    path = check_model(folder, read_options(engine, folder)).resolve()   # replicas have another working directory
     if not hub.match_name(folder): folder = str(path)   # replicas on other machines download it again
   seqs = engine.get("max_num_seqs", LLMConfig.max_num_seqs)
   # `serve run` calls this before Ray starts: look at this machine instead of the cluster

@@ -117,11 +117,17 @@ def test_invalid_option_value_is_one_line_and_exit_code_1(words_folder, command,
   assert words in error_line(run_command(name, "--model", words_folder, *FLAGS, *options, stdin="hello\n"))
 
 
+def test_serve_names_the_model_whose_config_is_not_json(tmp_path):
+  (tmp_path / "config.json").write_text("{")
+  assert f"model='{tmp_path}': Expecting" in error_line(run_command("serve", tmp_path))
+
+
 @pytest.mark.parametrize("command", COMMANDS["unknown"])
 def test_unknown_argument_and_abbreviated_flag_exit_2_with_usage(command):
   """`--config x` would otherwise set --config-format."""
   run = run_command(*command.split())
   assert run.returncode == 2 and run.stderr.startswith("usage: tinyvllm") and not run.stdout
+  assert "--logit-bias" not in command or "argument --logit-bias: invalid JSON value: '{'" in run.stderr
 
 
 @pytest.mark.parametrize("command,name", COMMANDS["suggested"].items())

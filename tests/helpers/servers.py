@@ -189,7 +189,7 @@ class LocalServer(Client):
     before(self.patch)
     args = parse_command("serve", *([model] if model else []), *options, "--port", "0")
     models = serve.hub.named_models(args.get("model", []), args.get("models_dir"))
-    self.server = serve.make_router(args, models) if models else app.Server(*serve.read_arguments(args))
+    self.server = serve.make_router(args, models) if models else app.Server(*serve.read_arguments(args)[:3])
     config = self.server.options
     self.stderr = io.StringIO()
     self.handler = logging.StreamHandler(self.stderr)

@@ -154,8 +154,8 @@ class Chat:
     self.answer(self.messages[:-1])
 
   def do_load(self, path: str) -> None:
-    messages = json.loads(pathlib.Path(path).expanduser().read_text())
-    check(isinstance(messages, list), f"{path} must hold a list of messages with role and content")
+    messages = parse_value(pathlib.Path(path).expanduser().read_text())
+    if not isinstance(messages, list): raise InputError(f"{path} must hold a list of messages with role and content")
     self.messages = messages
 
   def do_params(self, text: str) -> None:

@@ -189,13 +189,14 @@ def format_report(report: JsonObject) -> list[str]:
           *(["", f"checkpoint: {report['checkpoint']}"] if "checkpoint" in report else [])]
 
 
-def read_model(path: pathlib.Path) -> tuple[JsonObject, JsonObject]:
+def read_model(path: pathlib.Path, runner: str = "auto") -> tuple[JsonObject, JsonObject]:
   """Open a folder or a GGUF file. Return the content of config.json, which for GGUF has the mean bits of the layers'
-  matrices on the device, rounded to 4 or 8, and an entry of the report. Raises InputError if it is not usable."""
+  matrices on the device, rounded to 4 or 8, and an entry of the report. runner: LLM's option. Raises InputError if it
+  is not usable."""
   try:
     checkpoint = hub.open_checkpoint(path)
     hf = checkpoint.hf_config
-    models.choose_model(hf, path)
+    models.choose_model(hf, path, runner)
   except InputError: raise
   except Exception as error: raise InputError(f"model={str(path)!r}: {reason_of(error)}") from error
   has_weights = path.is_file() or any(path.glob("*.safetensors"))   # config.json alone suffices for the fit

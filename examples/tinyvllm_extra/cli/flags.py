@@ -36,6 +36,9 @@ def integer(text: str) -> int | None:
   return int(float(text[:-1]) * FLAGS["units"][text[-1]]) if text[-1:] in FLAGS["units"] else int(text)
 
 
+def JSON(text: str) -> object: return json.loads(text)   # argparse's error has the name
+
+
 # Arguments of argparse's add_argument that parse a value of a type; others are JSON
 PARSING: dict[object, JsonObject] = {
   bool: {"action": argparse.BooleanOptionalAction}, int: {"type": integer, "metavar": "INT"},
@@ -47,7 +50,7 @@ def form_of(field: dataclasses.Field, words: str) -> JsonObject:
   states it. words: of the command."""
   value_type = get_args(field.type)[0] if isinstance(field.type, types.UnionType) else field.type   # int of int | None
   several = {"nargs": "+", "action": "extend"} if get_origin(value_type) is list else {}
-  form = PARSING.get(get_args(value_type)[0] if several else value_type, {"type": json.loads, "metavar": "JSON"})
+  form = PARSING.get(get_args(value_type)[0] if several else value_type, {"type": JSON, "metavar": "JSON"})
   choices, text = field.metadata["choices"], field.metadata["help"]
   if choices: form = form | {"metavar": f"{{{','.join(choices)}}}"}
   default: object = (FLAGS["run_defaults"] if "MODEL" in words else {"temperature": 0.0}).get(field.name, field.default)

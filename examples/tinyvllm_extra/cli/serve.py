@@ -2,7 +2,7 @@
 import os, pathlib, signal, socket
 
 from tinyvllm.config import InputError, JsonObject, check
-from tinyvllm_extra import models, options, vllm_options
+from tinyvllm_extra import options, vllm_options
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.formats.fit import estimate_fit
 from tinyvllm_extra.router.children import Child
@@ -25,20 +25,19 @@ def check_address(host: str, port: int, uds: str | None) -> None:
   except OSError as error: raise InputError(f"host={host!r}, port={port}: {error.strerror}") from error
 
 
-def check_model(model: str, options: JsonObject) -> pathlib.Path:
+def check_model(model: str, config: options.LLMConfig) -> pathlib.Path:
   """Return the path of the model, downloaded if it is a name. Raises InputError unless LLM can load it."""
-  config = vllm_options.read_options(options, model)
   path = hub.local_path(model, config)
-  models.choose_model(hub.open_checkpoint(path).hf_config, path, config.runner)
+  doctor.read_model(path, config.runner)
   return path
 
 
-def read_arguments(args: JsonObject) -> tuple[str | None, JsonObject, ServerConfig]:
-  """Return the model folder, the options of LLM and the server's options. Raises InputError for an invalid option."""
+def read_arguments(args: JsonObject) -> tuple[str | None, JsonObject, ServerConfig, options.LLMConfig]:
+  """Return the model folder, the options of LLM, the server's options, and LLM's as a config. Raises InputError for an
+  invalid option."""
   engine = select_options(args, options.LLMConfig)
   model, = args["model"] if isinstance(args.get("model"), list) else [args.get("model")]
-  vllm_options.read_options(engine, model)
-  return model, engine, ServerConfig(**select_options(args, ServerConfig))
+  return model, engine, ServerConfig(**select_options(args, ServerConfig)), vllm_options.read_options(engine, model)
 
 
 def make_router(args: JsonObject, models: dict[str, JsonObject]) -> Router:
@@ -53,10 +52,10 @@ def make_router(args: JsonObject, models: dict[str, JsonObject]) -> Router:
     parsed = args["root"].commands["serve"].parse_options(f"model {name}", words)
     for x in FLAGS["of_router"] + FLAGS["refused"]: check(x not in parsed, f"model {name}: {x}: leave it out")
     try:
-      model, engine, _ = read_arguments(parsed)
-      hf, _ = doctor.read_model(check_model(str(model), engine))
+      model, _, _, llm_config = read_arguments(parsed)
+      hf, _ = doctor.read_model(hub.local_path(str(model), llm_config), llm_config.runner)
     except InputError as error: raise InputError(f"model {name}: {error}") from error
-    fit = estimate_fit(name, hf, device, vllm_options.read_options(engine, model))
+    fit = estimate_fit(name, hf, device, llm_config)
     share = parsed.get("gpu_memory_utilization") or fit["shared_gib"] / device["free_gib"]
     children.append(Child(name, words, share, config.shutdown_timeout + 10))
   return Router(children, args.get("gpu_memory_utilization", options.LLMConfig().gpu_memory_utilization), config)
@@ -64,8 +63,8 @@ def make_router(args: JsonObject, models: dict[str, JsonObject]) -> Router:
 
 def make_server(args: JsonObject) -> Server:
   """Return the server of one model. Raises InputError unless it can load the model."""
-  model, engine, config = read_arguments(args)
-  if model: check_model(model, engine)
+  model, engine, config, llm_config = read_arguments(args)
+  if model: check_model(model, llm_config)
   check(not config.model_ttl, f"model_ttl={config.model_ttl} needs several models: use models_dir or --model NAME=PATH")
   return Server(model, engine, config, player.routes(engine["trace"]) if engine.get("trace") else None)
 

@@ -43,8 +43,9 @@ def named_models(words: str | list[str], folder: str | None) -> dict[str, JsonOb
   check(models or not folder, f"models_dir={folder!r} has no folder of a model and no GGUF file")
   words = [words] if isinstance(words, str) else words
   plain = [word for word in words if os.path.exists(word) or "=" not in word and word[:1] != "{"]
-  for word in words:
-    if word not in plain: models |= json.loads(word) if word[0] == "{" else dict([word.split("=", 1)])
+  for word in [word for word in words if word not in plain]:
+    try: models |= json.loads(word) if word[0] == "{" else dict([word.split("=", 1)])
+    except ValueError as error: raise InputError(f"model={word!r} must be PATH, NAME=PATH or JSON: {error}") from error
   if models or len(plain) > 1: models |= {served_name(word): word for word in plain}
   check(not models or len(models) >= len(words) and all(models), f"model={words!r} must have different names")
   return {name: x if isinstance(x, dict) else {"model": x} for name, x in models.items()}
