@@ -41,8 +41,9 @@ def prequantized(hf: JsonObject) -> str | None:
 
 def estimate_fit(name: str, hf: JsonObject, row: JsonObject,
                  config: LLMConfig = LLMConfig()) -> JsonObject:   # noqa: B008
-  """Return a model's memory use on a backend, alone and beside others, and the number of KV cache tokens that fit. hf:
-  the content of config.json. row: the backend's facts. Raises InputError for an unsupported model."""
+  """Return a model's memory use on a backend, in all alone and on each device beside others, and the number of KV cache
+  tokens that fit. hf: the content of config.json. row: the facts of a device of the backend. Raises InputError for an
+  unsupported model."""
   shape, model_class = models.choose_model(hf, pathlib.Path(name))
   quantization = prequantized(hf) or config.quantization
   sizes = {dtype: getattr(dtypes, dtype).itemsize for dtype in DTYPES if row[dtype]}
@@ -56,11 +57,12 @@ def estimate_fit(name: str, hf: JsonObject, row: JsonObject,
   read = weights - (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * sizes[stored])
   per_token = state_shapes(shape).count(()) * sum(math.prod(part) * dtype.itemsize for part, dtype in cache)   # bytes
   states = 4 * sum(math.prod(x) for x in state_shapes(shape) if x) * (config.max_num_seqs + 1)
-  left = int(row["free_gib"] * GIB * config.gpu_memory_utilization) - weights - states
+  size = config.tensor_parallel_size * config.pipeline_parallel_size   # devices, each with an equal share
+  left = int(row["free_gib"] * GIB * config.gpu_memory_utilization) * size - weights - states
   sequence = (config.max_model_len or shape.max_position_embeddings) * per_token
   most = max(drivers.CPU_CACHE, sequence)   # bytes for a KV cache, on a CPU or beside other models
   return {"model": name, "dtype": row["dtype"], "stored": quantization or stored, "weights_gib": weights / GIB,
-          "shared_gib": (drivers.RESERVE + weights + states + min(most, config.max_num_seqs * sequence)) / GIB,
+          "shared_gib": (drivers.RESERVE + (weights + states + min(most, config.max_num_seqs * sequence)) / size) / GIB,
           "fits": left >= per_token,
           "kv_tokens": max(0, min(left, most) if row.get("backend") == "CPU" else left) // per_token,
           "tokens_per_s_at_most": row.get("gb_per_s", 0) * 1e9 / read}
