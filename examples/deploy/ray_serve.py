@@ -33,7 +33,8 @@ from tinyvllm_extra.cli import FAILURES
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.programs import prepare_device
 from tinyvllm_extra.cli.flags import CommandParser, add_flags, parse_flags, select_options
-from tinyvllm_extra.cli.serve import check_address, check_model
+from tinyvllm_extra.cli.doctor import read_model
+from tinyvllm_extra.cli.serve import check_address
 from tinyvllm_extra.serving.app import Server, ServerConfig
 from tinyvllm_extra.serving.errors import ErrorJSON
 from tinyvllm_extra.vllm_options import NO_EFFECT, read_options
@@ -241,7 +242,9 @@ def app(args: dict[str, Any]) -> Any:
   engine, server, own = configs(args)
   folder = args.get("model")
   if folder:
-    path = check_model(folder, read_options(engine, folder)).resolve()   # replicas have another working directory
+    config = read_options(engine, folder)
+    path = hub.local_path(folder, config).resolve()   # replicas have another working directory
+    read_model(path, config.runner)   # its checks
     if not hub.match_name(folder): folder = str(path)   # replicas on other machines download it again
   seqs = engine.get("max_num_seqs", LLMConfig.max_num_seqs)
   # `serve run` calls this before Ray starts: look at this machine instead of the cluster

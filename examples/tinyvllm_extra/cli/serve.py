@@ -25,13 +25,6 @@ def check_address(host: str, port: int, uds: str | None) -> None:
   except OSError as error: raise InputError(f"host={host!r}, port={port}: {error.strerror}") from error
 
 
-def check_model(model: str, config: options.LLMConfig) -> pathlib.Path:
-  """Return the path of the model, downloaded if it is a name. Raises InputError unless LLM can load it."""
-  path = hub.local_path(model, config)
-  doctor.read_model(path, config.runner)
-  return path
-
-
 def read_arguments(args: JsonObject) -> tuple[str | None, JsonObject, ServerConfig, options.LLMConfig]:
   """Return the model folder, the options of LLM, the server's options, and LLM's as a config. Raises InputError for an
   invalid option."""
@@ -64,7 +57,7 @@ def make_router(args: JsonObject, models: dict[str, JsonObject]) -> Router:
 def make_server(args: JsonObject) -> Server:
   """Return the server of one model. Raises InputError unless it can load the model."""
   model, engine, config, llm_config = read_arguments(args)
-  if model: check_model(model, llm_config)
+  if model: doctor.read_model(hub.local_path(model, llm_config), llm_config.runner)   # its checks
   check(not config.model_ttl, f"model_ttl={config.model_ttl} needs several models: use models_dir or --model NAME=PATH")
   return Server(model, engine, config, player.routes(engine["trace"]) if engine.get("trace") else None)
 
