@@ -33,16 +33,17 @@ class StructuredOutputsParams:
   # Free text before the format, such as reasoning: openings ("": the prompt's end) and the markers that end it; (): it
   # lasts to the end
   escapes: dict | None = None
+  source: str = "structured_outputs"   # the field of a request that asks for the format, for messages
 
   def __init__(self, **fields: object):
     fields = {name: value for name, value in fields.items() if value not in (None, False)}
     kinds = {field.name: field.type for field in dataclasses.fields(self)}
     names = [name for name in fields if name in CONSTRAINTS or name not in kinds]
-    check(len(names) == 1 and names[0] in kinds and fields[names[0]],
-          f"structured_outputs={fields} must have exactly one of {', '.join(CONSTRAINTS)}", fields)
-    for name, x in fields.items():
-      check(has_type(x, kinds[name]), f"structured_outputs: {name}={x!r} must be of type {kinds[name]}", fields)
     vars(self).update(fields)
+    check(len(names) == 1 and names[0] in kinds and fields[names[0]] not in ("", []),
+          f"{self.source}={ {x: fields[x] for x in names} } must have exactly one of {', '.join(CONSTRAINTS)}", fields)
+    for name, x in fields.items():
+      check(has_type(x, kinds[name]), f"{self.source}: {name}={x!r} must be of type {kinds[name]}", fields)
 
   def constraint(self, tokenizer: ChatTokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "Constraint":
     """Return a Constraint for one sequence. Raises InputError for a schema, regular expression or grammar that
@@ -50,13 +51,13 @@ class StructuredOutputsParams:
     (name, value), = [(name, value) for name, value in vars(self).items() if name in CONSTRAINTS]
     library = optional("llguidance", "grammar", "structured output")
     text = value if isinstance(value, str) else json.dumps({"type": "object"} if name == "json_object" else value)
-    check(len(text) <= MAX_SIZE, f"structured_outputs: {name} has {len(text)} characters: use at most {MAX_SIZE}")
+    check(len(text) <= MAX_SIZE, f"{self.source}: {name} has {len(text)} characters: use at most {MAX_SIZE}")
     vocabulary = load_vocabulary(library, tokenizer, vocab_size, eos_token_ids)
     try: matcher = library.LLMatcher(vocabulary, self.compile(library, name, text, tokenizer), log_level=0)
-    except (ValueError, AssertionError) as e: raise InputError(f"structured_outputs: {name}: {e}") from e
+    except (ValueError, AssertionError) as e: raise InputError(f"{self.source}: {name}: {e}") from e
     except (TypeError, AttributeError, KeyError, RecursionError) as e:
-      raise InputError(f"structured_outputs: {name} has a wrong structure: {e!r}") from e
-    check(not matcher.is_error(), f"structured_outputs: {name}: {' '.join(matcher.get_error().split())}")
+      raise InputError(f"{self.source}: {name} has a wrong structure: {e!r}") from e
+    check(not matcher.is_error(), f"{self.source}: {name}: {' '.join(matcher.get_error().split())}")
     return Constraint(self.escapes or {}, matcher, vocab_size, tokenizer)
 
   def compile(self, library: types.ModuleType, name: str, text: str, tokenizer: ChatTokenizer) -> str:

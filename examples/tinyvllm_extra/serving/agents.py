@@ -9,7 +9,7 @@ from tinyvllm.config import InputError, JsonObject, check, read_json
 from tinyvllm_extra.text.chat_template import INSTRUCTIONS, plain_text
 
 from . import answers, errors
-from .protocol import SAMPLING, Body, ChatCompletionRequest, Int, JsonBody, thinking, with_fields
+from .protocol import SAMPLING, Body, ChatCompletionRequest, Int, JsonBody, Limit, thinking, with_fields
 
 # ignored: fields of the official clients without effect here. refused: fields of a body that need stored responses or
 # prompts, or have another name in its protocol, with what to do instead. echo: properties of a response that repeat the
@@ -87,7 +87,7 @@ class ContentBlock(Part):
 class Message(JsonBody): role: Literal["user", "assistant", "system"]
 
 
-@with_fields(name=(str, ...), description=str, input_schema=JsonObject)   # no schema: runs on Anthropic's servers
+@with_fields(type=str, name=(str, ...), description=str, input_schema=JsonObject)
 class MessagesTool(JsonBody): ...
 
 
@@ -95,8 +95,9 @@ class MessagesTool(JsonBody): ...
 class MessagesToolChoice(JsonBody): type: Literal["auto", "any", "tool", "none"]
 
 
-@with_fields(**COMMON, messages=(list[Message], ...), system=str | list[Part], stop_sequences=list[str],
-             tools=list[MessagesTool], tool_choice=MessagesToolChoice, thinking=Part, output_config=AnswerOptions)
+@with_fields(**COMMON | dict.fromkeys(TABLES["refused"]["MessagesRequest"], object), messages=(list[Message], ...),
+             system=str | list[Part], stop_sequences=list[str], tools=list[MessagesTool],
+             tool_choice=MessagesToolChoice, thinking=Part, output_config=(AnswerOptions, AnswerOptions()))
 class MessagesRequest(Body):
   """Also accepts the sampling parameters of a chat."""
   def to_chat(self) -> ChatCompletionRequest:
@@ -108,16 +109,14 @@ class MessagesRequest(Body):
     is_prefilled = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     choice = self.tool_choice or MessagesToolChoice(type="auto")
     names = {"any": "required", "tool": function(choice.name)}
-    config = self.output_config or AnswerOptions()
-    check(not config.format or config.format.type == "json_schema", "output_config: format.type must be json_schema")
     variables = thinking(self.thinking.type != "disabled") if self.thinking else {}
     return chat_request(
-      self, messages=messages, stop=self.stop_sequences, reasoning_effort=config.effort,
+      self, messages=messages, stop=self.stop_sequences, reasoning_effort=self.output_config.effort,
       chat_template_kwargs={**variables, **self.chat_template_kwargs},
       tools=[function(x.name, description=x.description, parameters=x.input_schema) for x in self.tools or []
-             if x.input_schema is not None],
+             if x.input_schema is not None or x.type in (None, "custom")],   # others run on Anthropic's servers
       tool_choice=names.get(choice.type, choice.type), parallel_tool_calls=not choice.disable_parallel_tool_use,
-      response_format=config.response_format(), continue_final_message=is_prefilled or None)
+      response_format=self.output_config.response_format(), continue_final_message=is_prefilled or None)
 
 
 def add_turn(messages: list[JsonObject], message: Message, path: str) -> None:
@@ -172,7 +171,7 @@ class ResponsesToolChoice(JsonBody):
 
 
 @with_fields(**COMMON | dict.fromkeys(TABLES["refused"]["ResponsesRequest"], object) | {"metadata": JsonObject},
-             input=(str | list[Item], ...), instructions=str, max_output_tokens=int, tools=list[ResponsesTool],
+             input=(str | list[Item], ...), instructions=str, max_output_tokens=Limit, tools=list[ResponsesTool],
              tool_choice=Literal["none", "auto", "required"] | ResponsesToolChoice, parallel_tool_calls=bool,
              text=AnswerOptions, reasoning=AnswerOptions)
 class ResponsesRequest(Body):
@@ -200,7 +199,7 @@ def add_item(messages: list[JsonObject], item: Item, path: str) -> None:
   """Add an input item to the chat. A custom tool's call is one with the argument `input`."""
   kind = item.type or "message"
   if kind == "message":
-    check(item.role, f"{path}.role: a message must have a role")
+    check(item.role and item.content is not None, f"{path}.role, {path}.content: a message must have both")
     add_message(messages, str(item.role), text_of(item.content, f"{path}.content"))
   elif kind == "reasoning":   # with content or a summary, else encrypted
     text = text_of(item.content or item.summary, f"{path}.content")

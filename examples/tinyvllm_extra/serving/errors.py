@@ -1,5 +1,5 @@
 """Error responses in OpenAI's format, or in Anthropic's for /v1/messages, and the handlers of exceptions in routes."""
-import http, json, pathlib
+import http, json, pathlib, re
 from collections.abc import Mapping
 
 from fastapi import Request, responses
@@ -50,7 +50,7 @@ async def explain(request: Request, error: Exception) -> responses.Response:
   if isinstance(error, Refusal): return ErrorJSON(*error.args)
   if isinstance(error, StarletteHTTPException):
     return ErrorJSON(error.status_code, explain_path(request, error), headers=error.headers)
-  if isinstance(error, RequestValidationError): return explain_validation(request, error.errors()[0])
+  if isinstance(error, RequestValidationError): return explain_validation(request, error)
   if isinstance(error, UnicodeEncodeError): return ErrorJSON(400, f"text is not valid Unicode: {error}")
   if isinstance(error, InputError):
     return ErrorJSON(400, str(error), "prompt" if error.parameter == "prompt_token_ids" else error.parameter)
@@ -73,14 +73,17 @@ def explain_path(request: Request, error: StarletteHTTPException) -> str:
   return f"{path} does not exist: did you mean /v1/{name}? Set the client's base_url to {base_url}"
 
 
-def explain_validation(request: Request, problem: JsonObject) -> responses.Response:
-  """Return the error response for a body that pydantic rejected. problem: pydantic's first error."""
+def explain_validation(request: Request, invalid: RequestValidationError) -> responses.Response:
+  """Return the error response for a body that pydantic rejected, with its problem deepest in the body: a union has one
+  for each type, and the one of the intended type is the deepest."""
+  problem: JsonObject = max(invalid.errors(), key=lambda problem: len(problem["loc"]))
   if problem["type"] == "json_invalid": return ErrorJSON(400, f"the body is not JSON: {problem['ctx']['error']}")
   content_type = request.headers.get("content-type", "")
   if "json" not in content_type:
     sent = f"Content-Type={content_type}" if content_type else "no Content-Type"
     return ErrorJSON(400, f"{sent}: send the header Content-Type: application/json, and a body of JSON")
-  path = [str(x) for x in problem["loc"][problem["loc"][0] == "body":]]   # FastAPI's begin with it
+  # Without "body", with which FastAPI's begin, and without the types of unions
+  path = [x for x in map(str, problem["loc"]) if re.fullmatch(r"\d+|(?!(?:body|str|int|bool)$)[a-z]\w*", x)]
   error = problem.get("ctx", {}).get("error")
   if isinstance(error, InputError):   # raised by protocol.Body
     return ErrorJSON(400, ".".join([*path, str(error)]), path[0] if path else error.parameter)

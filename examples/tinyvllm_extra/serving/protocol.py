@@ -19,6 +19,7 @@ MAX_NAME_LENGTH = 50   # characters of an unknown name in a message
 # An int; JSON writers of some languages send 5.0
 Int = Annotated[int, pydantic.BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)]
 Nothing = pydantic.Field(max_length=0)
+Limit = Annotated[Int, pydantic.Field(ge=1, le=MAX_INT)] | Literal[-1]   # maximum output tokens; -1: no limit
 
 
 FailFast = pydantic.Field(fail_fast=True)   # stops at the first error of a list, which may have a million elements
@@ -117,7 +118,7 @@ class Tool(Body):
 
 
 @with_fields(mode=(Literal["auto", "required"], ...))
-class AllowedTools(Body): tools: list[Tool]
+class AllowedTools(Body): tools: Annotated[list[Tool], pydantic.Field(min_length=1)]
 
 
 @with_fields(allowed_tools=(AllowedTools, ...))
@@ -137,7 +138,7 @@ TOOLS = {"tools": list[Annotated[Tool, AsObject]], "tool_choice": Literal["none"
 class CompletionRequest(Body): ...
 
 
-@with_fields(**COMMON | TOOLS | TEMPLATE | {"logprobs": bool, "top_logprobs": Int, "max_completion_tokens": Int})
+@with_fields(**COMMON | TOOLS | TEMPLATE | {"logprobs": bool, "top_logprobs": Int, "max_completion_tokens": Limit})
 class ChatCompletionRequest(Body):
   messages: list[JsonObject]
   def model_post_init(self, _: object) -> None:   # the deprecated max_tokens yields, as in vLLM
@@ -213,16 +214,17 @@ def structured_outputs(body: GenerationRequest) -> JsonObject | None:
                  "tool_choice": {"json": schema} if schema else None}
   names = [name for name, constraint in constraints.items() if constraint is not None]
   check(len(names) < 2, f"{' and '.join(names)} conflict: remove one")
-  return constraints[names[0]] if names else None
+  return {**constraints[names[0]], "source": names[0]} if names else None
 
 
 def format_constraint(form: ResponseFormat | None) -> JsonObject | None:
   """Return a ResponseFormat as structured_outputs."""
-  if not form or form.type == "text": return None
+  if not form: return None
   check((form.type == "json_schema") == bool(form.json_schema), "response_format: type must match json_schema")
   if form.type == "structural_tag":
     return {"structural_tag": form.model_dump(include={"format", "structures", "triggers"}, exclude_none=True)}
-  return {"json": form.json_schema.schema_} if form.json_schema else {"json_object": True}
+  if form.json_schema: return {"json": form.json_schema.schema_}
+  return {"json_object": True} if form.type == "json_object" else None
 
 
 def escapes_of(body: Body, output_format: parsers.OutputFormat, prompt_end: str) -> dict[str, object]:

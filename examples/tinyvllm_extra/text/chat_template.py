@@ -57,7 +57,7 @@ def text_of(part: JsonObject | str) -> str:
   fields = part if isinstance(part, dict) else {}
   name = fields.get("type")
   text = fields.get(name if name in ("refusal", "thinking") else "text") if str(name).endswith(PARTS) else part
-  check(isinstance(text, str), f"content: type {name!r} is not supported: use parts {{'type': 'text', 'text': '...'}}")
+  check(isinstance(text, str), f"content: {part!r:.99} is not supported: use parts {{'type': 'text', 'text': '...'}}")
   return str(text)
 
 
