@@ -122,7 +122,7 @@ def sampling_defaults(fields: JsonObject) -> JsonObject:
   """Return override_generation_config under the names of SamplingParams. Raises InputError for an invalid field."""
   names = (*SAMPLING_DEFAULTS, "max_new_tokens")
   for name in fields: check(name in names, f"override_generation_config: {name!r} must be one of {', '.join(names)}")
-  defaults = {name.replace("max_new_tokens", "max_tokens"): value for name, value in fields.items()}
+  defaults = {name.replace("max_new_tokens", "max_tokens"): x for name, x in fields.items() if x is not None}
   try: SamplingParams(**defaults)
   except InputError as error: raise InputError(f"override_generation_config: {error}") from error
   return defaults

@@ -79,11 +79,11 @@ def explain_validation(request: Request, invalid: RequestValidationError) -> res
   problem: JsonObject = max(invalid.errors(), key=lambda problem: len(problem["loc"]))
   if problem["type"] == "json_invalid": return ErrorJSON(400, f"the body is not JSON: {problem['ctx']['error']}")
   content_type = request.headers.get("content-type", "")
-  if "json" not in content_type:
+  if "json" not in content_type and "body" in problem["loc"]:
     sent = f"Content-Type={content_type}" if content_type else "no Content-Type"
     return ErrorJSON(400, f"{sent}: send the header Content-Type: application/json, and a body of JSON")
-  # Without "body", with which FastAPI's begin, and without the types of unions
-  path = [x for x in map(str, problem["loc"]) if re.fullmatch(r"\d+|(?!(?:body|str|int|bool)$)[a-z]\w*", x)]
+  # Without "body" or "query", with which FastAPI's begin, and without the types of unions
+  path = [x for x in map(str, problem["loc"]) if re.fullmatch(r"\d+|(?!(?:body|query|str|int|bool)$)[a-z]\w*", x)]
   error = problem.get("ctx", {}).get("error")
   if isinstance(error, InputError):   # raised by protocol.Body
     return ErrorJSON(400, ".".join([*path, str(error)]), path[0] if path else error.parameter)

@@ -139,8 +139,8 @@ class Serving:
 
   def check_model(self, name: str | None) -> LoRARequest | None:
     """Return the adapter that a body names as its model, None for the model itself. Raises Refusal."""
-    if name not in self.adapters: raise errors.Refusal(404, f"The model `{name}` does not exist.", "model")
-    return self.adapters[name]
+    if name in self.adapters: return self.adapters[name]
+    raise errors.Refusal(404, f"The model `{name}` does not exist. Models: {[*filter(None, self.adapters)]}.", "model")
 
   def check_queue(self, num_prompts: int, n: int) -> None:
     """Raise Refusal if `n` samples of each prompt do not fit into the queue now, InputError if they can never fit. Any
