@@ -3,6 +3,7 @@ are servers of this process."""
 import asyncio
 import json
 import shutil
+import socket
 import time
 
 import httpx2 as httpx
@@ -144,8 +145,8 @@ def run_children_here(patch):
   async def start(self, share):
     own = flags(served_model_name=self.name, gpu_memory_utilization=share, api_key=CHILD_KEY)
     self.server = await asyncio.to_thread(LocalServer, None, *self.words, *own)
-    self.client = httpx.AsyncClient(base_url=self.server.url, headers={"Authorization": f"Bearer {CHILD_KEY}"})
-    self.card = (await self.client.get("/v1/models")).json()["data"][0]
+    self.port = self.server.port
+    self.card = json.loads(await self.get("/v1/models"))["data"][0]
     self.process, self.log_task = self.server, asyncio.create_task(asyncio.sleep(0))
 
   async def stop(self):
@@ -234,6 +235,18 @@ def test_answer_and_stream_and_error_equal_those_of_the_model_itself(router, dir
     assert content_of(router.post(path, body, headers=KEY)) == content_of(direct[name].post(path, body)), path
 
 
+@pytest.mark.parametrize("line,field", [
+  ("/v1/completions HTTP/1.0", "Accept: */*"), ("//b/%C3%BC%0d%0a%3Fa HTTP/1.1", "Host: a"),
+  ("/v1/completions HTTP/1.1", "Host: b\r\nX: \xfc \r\nExpect: 100-continue\r\nX-Request-Id: " + "x" * 60000)])
+def test_head_of_any_client_passes_and_its_answer_has_a_length(router, direct, line, field):
+  def answer(server):
+    with socket.create_connection(("127.0.0.1", server.port), 20) as client:
+      client.sendall(f"POST {line}\r\n{field}\r\nAuthorization: Bearer secret\r\nContent-Type: application/json\r\n"
+                     'Connection: close\r\nContent-Length: 13\r\n\r\n{"model":"a"}'.encode("latin-1"))
+      return {x for x in client.makefile("rb") if not x.lower().startswith((b"date:", b"x-request-id:"))}
+  assert answer(router) == answer(direct["a"])
+
+
 def test_body_without_a_known_model_or_key_is_refused_by_the_router(router):
   for body, status, words in (({}, 400, "name its model"), ({"model": "c"}, 404, "choose one of a, b")):
     error = error_of(router.post(COMPLETIONS, {"prompt": "a", **body}, headers=KEY), status)
@@ -263,16 +276,17 @@ def test_disconnect_ends_the_request_in_the_child(router):
 
 
 def test_request_to_a_child_that_has_just_died_is_502(router, monkeypatch):
-  monkeypatch.setattr(router.server.children.by_name["a"], "client", httpx.AsyncClient(base_url="http://127.0.0.1:1"))
+  monkeypatch.setattr(router.server.children.by_name["a"], "port", 1)
   error = error_of(router.post(COMPLETIONS, {"model": "a", "prompt": "a"}, headers=KEY), 502)
   assert error["message"].startswith("a: the connection was closed")
 
 
 def test_stream_of_a_child_that_dies_ends_with_an_error_event(router, monkeypatch):
-  async def lines(self):
-    yield b'data: {"choices": []}\n\n'
-    raise httpx.ReadError("closed")
-  monkeypatch.setattr(httpx.Response, "aiter_raw", lines)
+  async def read(self, size):
+    head = await self.readuntil(b"\r\n\r\n")
+    self.set_exception(ConnectionResetError())   # raised by the next call
+    return head
+  monkeypatch.setattr(asyncio.StreamReader, "read", read)
   body = {"model": "a", "max_tokens": 2, "messages": [{"role": "user", "content": "a"}]}
   with pytest.raises(openai.APIError, match="a: the connection was closed"):
     for _ in router.client(api_key="secret").completions.create(model="a", prompt="a", stream=True): pass

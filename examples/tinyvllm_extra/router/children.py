@@ -1,16 +1,18 @@
 """The processes of several models. Each is started by the first request that names its model, and stopped when it has
 been idle for the time to live, or when another one needs its memory. It runs this module's last lines: `tinyvllm serve`
 on a loopback port, with a key that only the router knows, which also ends if the router dies."""
-import asyncio, contextlib, dataclasses, os, runpy, secrets, signal, socket, sys, threading, time
-from collections.abc import AsyncIterator, Sequence
+import asyncio, contextlib, dataclasses, os, runpy, secrets, signal, socket, sys, threading, time, urllib.parse
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
-import httpx2 as httpx
+import h11, orjson
 
 from tinyvllm.config import JsonObject
-from tinyvllm_extra.serving.errors import Refusal
+from tinyvllm_extra.serving import answers, errors, generation
 
 KEY = secrets.token_urlsafe()
 POLL = 0.02   # seconds between two looks at a child
+# For a single connection, or set by the router
+OWN_HEADERS = {b"authorization", b"x-api-key", b"connection", b"transfer-encoding", b"expect", b"date", b"server"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,24 +39,46 @@ class Child:
   async def start(self, share: float) -> None:
     """Start the process, and return when requests can run. share: its part of the memory that is free now, from 0.01
     to 1. Raises Refusal if the process ends."""
-    with socket.create_server(("127.0.0.1", 0)) as free: port = free.getsockname()[1]
-    own = [f"--port={port}", f"--served-model-name={self.name}", f"--gpu-memory-utilization={share}"]
+    with socket.create_server(("127.0.0.1", 0)) as free: self.port = free.getsockname()[1]
+    own = [f"--port={self.port}", f"--served-model-name={self.name}", f"--gpu-memory-utilization={share}"]
     # The router has read the variables of flags
     env = {name: value for name, value in os.environ.items() if not name.startswith("TINYVLLM_")}
     self.process = process = await asyncio.create_subprocess_exec(
       sys.executable, "-m", __name__, "serve", *self.words, *own, env=env | {"TINYVLLM_API_KEY": KEY}, limit=2**20,
       stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True)   # Ctrl-C: to the router
     self.log_task = asyncio.create_task(self.read_log(process))
-    # The server closes connections that are idle for 5 s
-    self.client = httpx.AsyncClient(
-      base_url=f"http://127.0.0.1:{port}", headers={"Authorization": f"Bearer {KEY}"}, timeout=None, trust_env=False,
-      limits=httpx.Limits(max_connections=None, keepalive_expiry=2))
-    while True:
-      await asyncio.sleep(POLL)
-      if not self.process: raise Refusal(502, await self.reason())
-      with contextlib.suppress(httpx.TransportError):   # it does not listen yet
-        if (await self.client.get("/health")).is_success: break
-    self.card = (await self.client.get("/v1/models")).json()["data"][0]
+    while self.process and not await self.get("/health"): await asyncio.sleep(POLL)
+    if not self.process: raise errors.Refusal(502, await self.reason())
+    self.card = orjson.loads(await self.get("/v1/models"))["data"][0]
+
+  async def send(self, method: str, path: str, headers: list, body: bytes) -> AsyncGenerator[JsonObject, None]:
+    """Send a request on a connection of its own. Yield its answer as ASGI messages. If the process ends, a stream ends
+    with an event of an error. Raises Refusal if it ends before."""
+    fields = {b"host": b"localhost", **{name: x.strip() for name, x in headers if name not in OWN_HEADERS},
+              b"authorization": f"Bearer {KEY}".encode(), b"content-length": b"%d" % len(body), b"connection": b"close"}
+    request = h11.Request(method=method, target=urllib.parse.quote(path), headers=[*fields.items()])
+    connection, headers, end = h11.Connection(h11.CLIENT, 2**17), [], b""   # bytes of headers: X-Request-Id may be long
+    try:
+      reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+      with contextlib.closing(writer):
+        writer.write(b"".join(connection.send(x) or b"" for x in (request, h11.Data(data=body), h11.EndOfMessage())))
+        while not isinstance(event := connection.next_event(), h11.EndOfMessage):
+          if isinstance(event, h11.Response):
+            headers = [x for x in event.headers if x[0] not in OWN_HEADERS]
+            yield {"type": "http.response.start", "status": event.status_code, "headers": headers}
+          elif isinstance(event, h11.Data): yield {"type": "http.response.body", "body": event.data, "more_body": True}
+          else: connection.receive_data(await reader.read(2**16))
+    except (OSError, h11.ProtocolError) as error:
+      content = errors.error_body(502, await self.reason())
+      if generation.EVENT_STREAM not in str(headers): raise errors.Refusal(502, content["error"]["message"]) from error
+      end = answers.event(errors.anthropic_error(content["error"]) if path.startswith("/v1/messages") else content)
+    yield {"type": "http.response.body", "body": end}
+
+  async def get(self, path: str) -> bytes:
+    """Return the body of an answer, or b"" if the process is not ready or ends."""
+    messages = list[JsonObject]()
+    with contextlib.suppress(errors.Refusal): messages = [x async for x in self.send("GET", path, [], b"")]
+    return b"".join(x.get("body", b"") for x in messages if messages[0]["status"] == 200)
 
   async def read_log(self, process: asyncio.subprocess.Process) -> None:
     """Print the log of a process until it ends."""
@@ -68,16 +92,14 @@ class Child:
 
   async def reason(self) -> str:
     """Return why a connection has ended. The process may end a moment later."""
-    await asyncio.wait([self.log_task], timeout=1)
+    await asyncio.wait([self.log_task], timeout=1 if self.state == "ready" else POLL)
     return f"{self.name}: {'the connection was closed' if self.process else self.end}. The next request starts it again"
 
   async def stop(self) -> None:
     """End the process as a signal does: its requests end first."""
-    if self.process and self.process.returncode is None: self.process.terminate()
-    await asyncio.wait([self.log_task], timeout=self.patience)
-    if self.process and self.process.returncode is None: self.process.kill()
-    await self.log_task
-    await self.client.aclose()
+    for end in (signal.SIGTERM, signal.SIGKILL):
+      if self.process and self.process.returncode is None: self.process.send_signal(end)
+      await asyncio.wait([self.log_task], timeout=self.patience)
 
 
 class Children:
@@ -112,7 +134,7 @@ class Children:
       while (used := sum(x.memory for x in self.alive())) and used + child.memory > self.limit:
         # The least recently used one, of those without requests if there are any
         await self.unload(min(self.alive(), key=lambda child: (child.num_requests > 0, child.idle_since)))
-      if self.is_closed: raise Refusal(503, "the server is shutting down")
+      if self.is_closed: raise errors.Refusal(503, "the server is shutting down")
       await child.start(max(0.01, min(child.memory / (1 - used), 1)))
       child.idle_since = time.monotonic()
 

@@ -1,30 +1,21 @@
 """A server for several models: it passes each request on to the process of the model that the body names, and the
 answer back as it arrives. Keys, sizes, the page and the access log are its own; everything else is its children's."""
 import asyncio, contextlib, functools, socket, types
-from collections.abc import AsyncIterator, Mapping, Sequence
 
-import fastapi, httpx2 as httpx, orjson
-from fastapi.responses import StreamingResponse
+import fastapi, orjson
 from prometheus_client import CONTENT_TYPE_LATEST, core, generate_latest, parser
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinyvllm.config import JsonObject
-from tinyvllm_extra.serving import answers, app, errors, generation, server_config
+from tinyvllm_extra.serving import app, errors, server_config
 
 from .children import Child, Children
-
-# For a single connection, or set by the router
-OWN_HEADERS = {"authorization", "x-api-key", "connection", "content-length", "transfer-encoding", "date", "server"}
-
-
-def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
-  return {name: value for name, value in headers.items() if name.lower() not in OWN_HEADERS}
 
 
 class Router(app.Server):
   """A Server whose requests run in the processes of their models. limit: of their memory together, as a part of
   free memory."""
-  def __init__(self, models: Sequence[Child], limit: float, options: server_config.ServerConfig):
+  def __init__(self, models: list[Child], limit: float, options: server_config.ServerConfig):
     self.children = Children(models, limit, options.model_ttl)
     super().__init__(None, {}, options)
 
@@ -53,25 +44,20 @@ class Router(app.Server):
     """Return the metrics of all children that run. Each has its label model_name."""
     families: dict[str, core.Metric] = {}
     for child in self.children.alive():
-      with contextlib.suppress(httpx.TransportError):   # it starts or ends
-        for x in parser.text_string_to_metric_families((await child.client.get("/metrics")).text):
-          families.setdefault(x.name, core.Metric(x.name, x.documentation, x.type)).samples += x.samples
+      for x in parser.text_string_to_metric_families((await child.get("/metrics")).decode()):
+        families.setdefault(x.name, core.Metric(x.name, x.documentation, x.type)).samples += x.samples
     text = generate_latest(types.SimpleNamespace(collect=families.values))   # type: ignore[arg-type]
     return fastapi.Response(text, media_type=CONTENT_TYPE_LATEST)
 
   async def route(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer a request: one with a body in a child, others here, also SageMaker's POST /ping."""
     if scope["method"] != "POST" or scope["path"].endswith("/ping"): return await app(scope, receive, send)
-    request, name = fastapi.Request(scope, receive), None
-    content = await request.body()
+    content, name = (await receive())["body"], None
     with contextlib.suppress(ValueError, AttributeError): name = orjson.loads(content).get("model")
-    child, path = self.find(name), scope["path"].removeprefix(scope["root_path"])
-    async with self.children.use(child):
-      try:
-        async with child.client.stream("POST", path, content=content, headers=passed_on(request.headers)) as response:
-          events = self.relay(child, response, path)
-          await StreamingResponse(events, response.status_code, passed_on(response.headers))(scope, receive, send)
-      except httpx.TransportError as error: raise errors.Refusal(502, await child.reason()) from error
+    child = self.find(name)
+    messages = child.send("POST", scope["path"].removeprefix(scope["root_path"]), scope["headers"], content)
+    async with self.children.use(child), contextlib.aclosing(messages):
+      async for message in messages: await send(message)
 
   def find(self, name: object) -> Child:
     """Return the child of a model. Raises Refusal."""
@@ -80,12 +66,3 @@ class Router(app.Server):
     if isinstance(name, str) and name in by_name: return by_name[name]
     message = f"The model `{name}` does not exist" if name else "The body must be JSON and name its model"
     raise errors.Refusal(404 if name else 400, f"{message}: choose one of {', '.join(by_name)}", "model")
-
-  async def relay(self, child: Child, response: httpx.Response, path: str) -> AsyncIterator[bytes]:
-    """Yield the parts of an answer as they arrive. If its child dies, a stream ends with an event of an error."""
-    try:
-      async for part in response.aiter_raw(): yield part
-    except httpx.TransportError:
-      if generation.EVENT_STREAM not in response.headers.get("content-type", ""): raise
-      body = errors.error_body(502, await child.reason())
-      yield answers.event(errors.anthropic_error(body["error"]) if path.startswith("/v1/messages") else body)
