@@ -14,6 +14,8 @@ from helpers.models import tensor_shapes, tiny_config
 from helpers.protocol import KEY
 from helpers.servers import LocalServer, error_of
 from safetensors.numpy import save_file
+from tinygrad import codegen
+from tinygrad.helpers import CACHELEVEL
 
 from tinyvllm import LLM, AsyncLLM, Backend, BeamSearchParams, InputError, LoRARequest
 
@@ -121,6 +123,16 @@ def test_steps_without_adapters_have_graphs_of_their_own(folder, loras, monkeypa
       plans.clear()
       llm.generate("the", greedy(2), False, lora_request=lora)
       assert [bool(plan and plan.has_adapters) for plan in plans] == [bool(lora)] * 2
+
+
+def test_steps_from_disk_read_this_engines_adapters(folder, loras, expected, monkeypatch, tmp_path):
+  monkeypatch.setattr(CACHELEVEL, "value", 2)
+  monkeypatch.setattr(codegen.do_to_program, "path", tmp_path)
+  files = []
+  for _ in range(2):
+    with LLM(folder, enable_lora=True, max_loras=2, **ENGINE) as llm: assert generate(llm, loras)[0] == expected
+    files.append({*tmp_path.iterdir()})
+  assert files[0] == files[1], "the second engine captured a step"
 
 
 def test_adapter_of_a_quantized_or_gguf_model_stays_separate(folder, loras, expected, tmp_path):

@@ -81,8 +81,9 @@ class StoredStep(pickle.Pickler):
     self.stream = io.BytesIO()
     super().__init__(self.stream)
     self.numbers: dict[UOp, int] = {}
-    self.dump([runner.backend, runner.model, runner.config, runner.logits, runner.kv_caches, runner.ropes,
-               runner.block_tables, runner.last_tokens, words])
+    tables = [x for x in vars(runner).values() if isinstance(x, Tensor)]   # also those of subclasses
+    self.dump([runner.backend, runner.model, runner.config, runner.logits, runner.kv_caches, runner.ropes, tables,
+               words])
     self.path = folder.file(renderer(), self.stream.getvalue(), key, source_hash(), matmul.choices)
 
   def persistent_id(self, x: object) -> tuple | None:
