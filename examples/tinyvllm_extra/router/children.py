@@ -92,7 +92,8 @@ class Child:
 
   async def reason(self) -> str:
     """Return why a connection has ended. The process may end a moment later."""
-    await asyncio.wait([self.log_task], timeout=1 if self.state == "ready" else POLL)
+    # `start` looks again
+    await asyncio.wait([self.log_task], timeout=POLL if self.state == "loading" else 1)
     return f"{self.name}: {'the connection was closed' if self.process else self.end}. The next request starts it again"
 
   async def stop(self) -> None:
