@@ -210,9 +210,9 @@ def test_fit_needs_room_for_one_token():
   weights, token = fit(1)["weights_gib"] * GIB, 2 * 2 * 2 * 8 * 4   # layers, K and V, heads, dimensions, bytes
   results = [fit(math.ceil((weights + token + extra) / 0.9)) for extra in (0, -2)]
   assert [(x["fits"], x["kv_tokens"]) for x in results] == [(True, 1), (False, 0)]
-  one, *two = [estimate_fit("x", TINY, CPU, LLMConfig(**x))["shared_gib"] - drivers.RESERVE / GIB
-               for x in ({}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2})]
-  assert two == pytest.approx([one / 2, one / 2]), "each device has a half"
+  sizes = [estimate_fit("x", TINY, CPU | {"renderer": x}, LLMConfig(**{name: 2}))["shared_gib"] - drivers.RESERVE / GIB
+           for x in ("CPU", "CUDA") for name in ("tensor_parallel_size", "pipeline_parallel_size")]
+  assert sizes == pytest.approx([sizes[0], sizes[0], sizes[0] / 2, sizes[0] / 2]), "CPU devices share the host's memory"
 
 
 @pytest.mark.parametrize("backend,length", [("CPU", 1000), ("CPU", 10**8), ("CUDA", 1000)])

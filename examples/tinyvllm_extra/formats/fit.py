@@ -57,7 +57,8 @@ def estimate_fit(name: str, hf: JsonObject, row: JsonObject,
   read = weights - (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * sizes[stored])
   per_token = state_shapes(shape).count(()) * sum(math.prod(part) * dtype.itemsize for part, dtype in cache)   # bytes
   states = 4 * sum(math.prod(x) for x in state_shapes(shape) if x) * (config.max_num_seqs + 1)
-  size = config.tensor_parallel_size * config.pipeline_parallel_size   # devices, each with an equal share
+  # Devices with memory of their own, and an equal share of the model
+  size = 1 if "CPU" in row.get("renderer", "") else config.tensor_parallel_size * config.pipeline_parallel_size
   left = int(row["free_gib"] * GIB * config.gpu_memory_utilization) * size - weights - states
   sequence = (config.max_model_len or shape.max_position_embeddings) * per_token
   most = max(drivers.CPU_CACHE, sequence)   # bytes for a KV cache, on a CPU or beside other models
