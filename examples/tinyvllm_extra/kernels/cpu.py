@@ -1,6 +1,6 @@
 """CPU: captured steps that run on all cores, allocation in huge pages, and exp2 without branches. tinygrad_patches.py
 installs them in tinygrad."""
-import concurrent.futures, ctypes, dataclasses, functools, mmap, os, pathlib, threading
+import concurrent.futures, ctypes, dataclasses, functools, mmap, os, pathlib, platform, threading
 from collections.abc import Callable
 from typing import cast
 
@@ -29,25 +29,21 @@ EXP2 = """static inline float tv_exp2(float x) {
   return p * __builtin_bit_cast(float, (n + 126) << 23) * 2.0f;
 }"""
 
+PAUSE = "__builtin_ia32_pause()" if platform.machine() == "x86_64" else ""   # while a core waits
 CALL_ARGUMENTS = ", ".join(f"call[{1 + i}]" for i in range(MAX_ARGUMENTS))
 # Runs a step on one core. After its share of a kernel, the core waits for the others: it spins, then sleeps, because
 # other threads may need the core
 RUN_STEP = f"""typedef unsigned long long u64;
-#ifndef __x86_64__
-#define __builtin_ia32_pause()
-#endif
-void run_step(u64 (*calls)[{1 + MAX_ARGUMENTS}], u64 (*done)[8], u64 count, u64 cores,
+void run_step(u64 (*calls)[{1 + MAX_ARGUMENTS}], _Atomic u64 (*done)[8], u64 count, u64 cores,
               int (*usleep)(unsigned), u64 core) {{
-  for (u64 n = 1; n <= count && __atomic_load_n(done[0], __ATOMIC_ACQUIRE) <= count; n++, calls += cores) {{
+  for (u64 n = 1; n <= count && *done[0] <= count; n++, calls += cores) {{
     u64 *call = calls[core];
     if (*call) ((void (*)({", ".join(["u64"] * MAX_ARGUMENTS)}))*call)({CALL_ARGUMENTS});
-    __atomic_store_n(done[core], n, __ATOMIC_RELEASE);
+    __c11_atomic_store(done[core], n, __ATOMIC_RELEASE);
     for (u64 other = 0, spins = 0; other < cores; other++)
-      while (*calls[other] && __atomic_load_n(done[other], __ATOMIC_ACQUIRE) < n) {{
-        if (__atomic_load_n(done[0], __ATOMIC_ACQUIRE) > count) return;
-        if (spins++ < 10000) __builtin_ia32_pause();
+      while (*calls[other] && *done[other] < n && *done[0] <= count)
+        if (spins++ < 10000) {PAUSE};
         else usleep(20);
-      }}
   }}
 }}"""
 

@@ -7,8 +7,7 @@ import numpy as np
 from tinygrad import Tensor
 from tinygrad.device import Buffer, BufferSpec
 from tinygrad.dtype import _to_np_dtype
-from tinygrad.runtime.autogen import cuda
-from tinygrad.runtime.ops_cuda import CUDADevice, check, init_c_var
+from tinygrad.runtime.ops_cuda import CUDADevice, check, cuda, init_c_var
 
 from .drivers import READERS, MemoryReport
 from .fast_backend import FastBackend
@@ -23,9 +22,8 @@ def device_name(device: CUDADevice) -> str:
 
 def cuda_memory(device: CUDADevice) -> MemoryReport:
   """Return the device's memory. Makes its context current."""
-  free, total = ctypes.c_size_t(), ctypes.c_size_t()
   check(cuda.cuCtxSetCurrent(device.context))
-  check(cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)))
+  check(cuda.cuMemGetInfo_v2(ctypes.byref(free := ctypes.c_size_t()), ctypes.byref(total := ctypes.c_size_t())))
   return MemoryReport(free.value, total.value)
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from tinygrad import Device
 from tinygrad.device import LRUAllocator
+from tinygrad.runtime import autogen
 
 from tinyvllm.backend import Memory, cpu_cores
 
@@ -58,7 +59,7 @@ def host_memory() -> MemoryReport:
   with contextlib.suppress(OSError, KeyError):   # only Linux has these files
     meminfo = read_numbers(PROC / "meminfo")
     limits = [MemoryReport(meminfo["MemAvailable"] * 1024, meminfo["MemTotal"] * 1024)]
-  with contextlib.suppress(OSError, KeyError): limits += limited_memory()
+    limits += limited_memory()
   return MemoryReport(max(0, min(x.free for x in limits)), min(x.total for x in limits))
 
 
@@ -82,10 +83,9 @@ def free_unused_buffers(names: tuple[str, ...]) -> None:
 
 def can_access_peer(reader: str, owner: str) -> bool:
   """Return whether a CUDA device can read another one's memory."""
-  from tinygrad.runtime.ops_cuda import check, cuda   # slow to import
-  result = ctypes.c_int()
-  check(cuda.cuDeviceCanAccessPeer(ctypes.byref(result), *[vars(Device[x])["cu_device"] for x in (reader, owner)]))
-  return bool(result.value)
+  from tinygrad.runtime.ops_cuda import check, cuda, init_c_var   # slow to import
+  devices = [vars(Device[name])["cu_device"] for name in (reader, owner)]
+  return bool(init_c_var(ctypes.c_int, lambda x: check(cuda.cuDeviceCanAccessPeer(ctypes.byref(x), *devices))).value)
 
 
 def amd_memory(device: Any) -> MemoryReport:
@@ -105,11 +105,10 @@ def metal_memory(device: Any) -> MemoryReport:
   return MemoryReport(total - gpu.currentAllocatedSize(), total, gpu.maxBufferLength())
 
 
-def opencl_info(device: Any, name: str, size: int = 8) -> int:
-  """Return the property CL_DEVICE_`name`, an integer of `size` bytes."""
-  from tinygrad.runtime.autogen import opencl
-  value = ctypes.c_uint64()
-  opencl.clGetDeviceInfo(device.cl_dev, getattr(opencl, f"CL_DEVICE_{name}"), size, ctypes.byref(value), None)
+def opencl_info(device: Any, name: str) -> int:
+  """Return the property CL_DEVICE_`name`, an integer of at most 8 bytes."""
+  key = getattr(autogen.opencl, f"CL_DEVICE_{name}")
+  autogen.opencl.clGetDeviceInfo(device.cl_dev, key, 8, ctypes.byref(value := ctypes.c_uint64()), None)
   return value.value
 
 
@@ -119,16 +118,15 @@ def is_opencl_cpu(device: Any) -> bool: return bool(opencl_info(device, "TYPE") 
 def opencl_memory(device: Any) -> MemoryReport:
   """OpenCL does not report free memory: it is the total, or less if the host's memory is used."""
   total = opencl_info(device, "GLOBAL_MEM_SIZE")
-  uses_host = is_opencl_cpu(device) or opencl_info(device, "HOST_UNIFIED_MEMORY", 4)
+  uses_host = is_opencl_cpu(device) or opencl_info(device, "HOST_UNIFIED_MEMORY")
   free = min(total, host_memory().free) if uses_host else total
   return MemoryReport(free, total, opencl_info(device, "MAX_MEM_ALLOC_SIZE"))
 
 
 def webgpu_memory(device: Any) -> MemoryReport:
   """WebGPU limits buffers. Dawn also reports the sizes of an adapter's memory heaps, but not how much is free."""
-  from tinygrad.runtime.autogen import webgpu
-  limits = webgpu.WGPUSupportedLimits()
-  webgpu.wgpuDeviceGetLimits(device.device_res, limits)
+  webgpu = autogen.webgpu
+  webgpu.wgpuDeviceGetLimits(device.device_res, limits := webgpu.WGPUSupportedLimits())
   largest = min(limits.limits.maxBufferSize, limits.limits.maxStorageBufferBindingSize)
   adapter = webgpu.wgpuDeviceGetAdapter(device.device_res)
   if not webgpu.wgpuAdapterHasFeature(adapter, webgpu.WGPUFeatureName_AdapterPropertiesMemoryHeaps):

@@ -62,17 +62,6 @@ def source_hash() -> str:
   return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
 
 
-class Reader(pickle.Unpickler):
-  """Reads a step. buffers: of the runner's state, in order of appearance; the step's own ones are new."""
-  def __init__(self, file: io.BytesIO, buffers: list[UOp]):
-    super().__init__(file)
-    self.buffers = dict(enumerate(buffers))
-
-  def persistent_load(self, description: tuple) -> UOp:
-    number, device, (size,), dtype = description
-    return self.buffers.setdefault(number, UOp.new_buffer(device, size, dtype))
-
-
 class StoredStep(pickle.Pickler):
   """The file of a step, by the code, the state that its runner reads, and the key of its graph. It pickles this state,
   then the step. A buffer becomes its number, in order of appearance."""
@@ -89,7 +78,7 @@ class StoredStep(pickle.Pickler):
   def persistent_id(self, x: object) -> tuple | None:
     if isinstance(x, Tensor): return self.persistent_id(x.uop.base), x.shape
     if not isinstance(x, UOp) or x.op is not Ops.BUFFER or x.arg.device is None: return None
-    return self.numbers.setdefault(x, len(self.numbers)), x.device, x.shape, x.dtype
+    return self.numbers.setdefault(x, len(self.numbers)), x.device, *x.shape, x.dtype
 
   def reducer_override(self, x: object) -> Any:
     """Keep of a compiled kernel only what runs it, and of a backend its class."""
@@ -101,6 +90,13 @@ class StoredStep(pickle.Pickler):
     parameters = tuple(op for op in instructions.src if op.op is Ops.PARAM)
     kept = UOp.sink(arg=sink.arg), instructions.replace(src=parameters), source.replace(arg=""), binary
     return UOp, (x.op, x.dtype, kept, x.arg)
+
+  def load(self) -> tuple[UOp, list[UOp]]:
+    """Read the step, with the buffers of the runner's state and, for its own ones, new buffers."""
+    buffers = dict(enumerate(self.numbers))   # by number
+    class Reader(pickle.Unpickler):
+      def persistent_load(self, x: tuple) -> UOp: return buffers.setdefault(x[0], UOp.new_buffer(*x[1:]))
+    return Reader(io.BytesIO(zlib.decompress(self.path.read_bytes()))).load()
 
   def save(self, step: CapturedJit) -> None:
     self.stream.truncate(self.stream.seek(0))
@@ -118,8 +114,7 @@ def restore(runner: Runner, graph: object, key: GraphKey) -> StoredStep | None:
   # An object cannot be pickled, or the file is missing or damaged
   with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError, OSError, zlib.error):
     stored = StoredStep(folder, runner, runner.graphs[key][0], key)
-    file = io.BytesIO(zlib.decompress(stored.path.read_bytes()))
-    linear, outputs = Reader(file, [*stored.numbers]).load()
+    linear, outputs = stored.load()
     graph.captured = CapturedJit([Tensor(x) for x in outputs], linear, [], [])
     graph.cnt += 1
   return None if graph.captured else stored
