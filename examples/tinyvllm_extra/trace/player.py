@@ -1,6 +1,6 @@
 """A page that plays a trace, `tinyvllm trace show`, which serves it, and a server's routes with the page of its own
 trace. player.html also opens traces by itself."""
-import pathlib, secrets, typing, webbrowser
+import pathlib, secrets, threading, typing, webbrowser
 from collections.abc import Callable
 from wsgiref.simple_server import make_server
 
@@ -42,7 +42,9 @@ def serve(text: str) -> None:
   with make_server("127.0.0.1", 0, answer) as server:
     print(url := f"http://127.0.0.1:{server.server_port}{path}", flush=True)
     webbrowser.open(url)
-    server.serve_forever()
+    # In a thread, as wsgiref catches a KeyboardInterrupt during a request
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Event().wait()
 
 
 def main(args: JsonObject) -> None:
