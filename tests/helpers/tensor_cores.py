@@ -5,17 +5,11 @@ import pytest
 from helpers import cuda_on_cpu
 from tinygrad import Device, dtypes
 
-from tinyvllm.backend import cpu_cores
 from tinyvllm_extra.kernels import attention, cuda_source, fast_backend
 
 
 TOLERANCE = {"auto": 2e-3, "int8": 4e-3, "fp8": 4e-3}
 each_kind = pytest.mark.parametrize("kind", TOLERANCE)
-
-
-class SingleLane(attention.LaneWriter):
-  """A LaneWriter for a CPU, which has no work groups."""
-  lane = attention.HeadWriter.lane
 
 
 def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,4 +20,3 @@ def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(attention, "MIN_WORK_GROUPS", 3)
   monkeypatch.setattr(cuda_source, "has_mma", lambda dtype: dtype != dtypes.float32)
   monkeypatch.setattr(fast_backend, "renderer", lambda: SimpleNamespace(supported_dtypes=lambda: {dtypes.half}))
-  if cpu_cores(): monkeypatch.setattr(attention, "LaneWriter", SingleLane)   # it has no work groups

@@ -1,7 +1,6 @@
 """Attention compared with numpy: on tensor cores, on CUDA or with its source on the CPU; with scale, window, cap and
 sinks also the core's version, the generic kernel, and the source for CPUs. tinygrad's kernels run on the default
 device."""
-import functools
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -48,8 +47,7 @@ def test_attention_equals_numpy_and_reads_only_own_sequence(case, kind, sources)
 @pytest.mark.parametrize("T", [1, 8, 32])
 def test_rope_kernel_equals_numpy(T, kind, sources):
   KV, G, D = 2, 3, 64
-  kernel = functools.partial(attention.rope_kernel, writer=attention.LaneWriter)
-  check_rope("tensor cores", kernel, T, (KV, G, D), 4e-3, kind, "float16")
+  check_rope("tensor cores", attention.rope_kernel, T, (KV, G, D), 4e-3, kind, "float16")
   blocks = as_stored("tensor cores", *np.zeros((2, 1, BS, KV, D), np.float16 if kind == "auto" else np.uint8))
   assert [x.shape[1:] for x in blocks] == [shape for shape, _ in parts(KV, G, D, kind)[:2]]
 
@@ -144,8 +142,8 @@ def test_tensor_cores_with_all_options_read_each_cache_dtype(case, kind, split_i
 
 
 def test_short_window_in_long_context_needs_no_split_kv(monkeypatch, split_in_three):
-  def combine(*inputs: UOp) -> None: raise AssertionError("split-KV")
-  monkeypatch.setattr(attention, "combine_kernel", combine)
+  def mean(*inputs: list[UOp]) -> None: raise AssertionError("split-KV")
+  monkeypatch.setattr(attention, "mean", mean)
   check("tensor cores", "split-KV", 3e-3, window=1024)
   with pytest.raises(AssertionError, match="split-KV"): check("tensor cores", "split-KV", 3e-3, window=1025)
 

@@ -71,14 +71,13 @@ class ScoreOptions:
 def attend(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor, num_heads: int,
            scale: float = 0, window: int = 0, cap: float = 0, sinks: Tensor | None = None) -> Tensor:
   """Like Backend.attend, for both layouts. tokens: for tensor cores, see `add_query_tiles`."""
-  writer, reader = (LaneWriter, read_tiles) if cache[0].ndim == 5 else (HeadWriter, read)
   KV = cache[0].shape[1]
   q = Tensor.empty(len(qkv), KV, num_heads // KV, qkv.shape[1] // (num_heads + 2 * KV), dtype=qkv.dtype,
                    device=qkv.device)                                   # (T, KV, G, D)
-  q, keys, values, *scales = q.custom_kernel(
-    *cache, qkv, rope, tokens, fxn=functools.partial(rope_kernel, writer=writer))[:-3]
+  q, keys, values, *scales = q.custom_kernel(*cache, qkv, rope, tokens, fxn=rope_kernel)[:-3]
   tensors = {"out": q.empty_like(), "q": q, "keys": keys, "values": values, "table": block_tables, "tokens": tokens,
              "scales": scales[0] if scales else None, "sinks": sinks}
+  reader = read_tiles if keys.ndim == 5 else read
   return reader({name: x for name, x in tensors.items() if x is not None}, ScoreOptions(scale, window, cap)).flatten(1)
 
 
@@ -92,13 +91,11 @@ def field(tokens: UOp, name: str, t: UOp) -> UOp:
 def largest(numbers: Sequence[UOp]) -> UOp: return functools.reduce(UOp.maximum, [x.maximum(-x) for x in numbers])
 
 
-def mean(values: Sequence[UOp], logs: Sequence[UOp], sinks: Sequence[UOp] = (), head: UOp | int = 0) -> UOp:
-  """Return the weighted mean of values. logs: base-2 logarithms of the weights. sinks: none, or a tensor of scores,
-  (H,), where `head`'s is a weight without a value."""
-  logs = [*logs, *[x[head].load().float() * LOG2_E for x in sinks]]
+def mean(values: Sequence[UOp], logs: Sequence[UOp]) -> UOp:
+  """Return the weighted mean of values. logs: base-2 logarithms of the weights; the last may be of a sink, without a
+  value."""
   highest = functools.reduce(UOp.maximum, logs)
   weights = [(x - highest).exp2() for x in logs]
-  # A sink's value is 0
   return UOp.usum(*[x * weight for x, weight in zip(values, weights, strict=False)]) / UOp.usum(*weights)
 
 
@@ -142,7 +139,8 @@ def unpack(element: UOp, i: UOp, scaled: bool) -> UOp:
 
 class HeadWriter:
   """Rotates q and k of a token and a K/V head, and writes k and v to the token's block. RoPE rotates the first half of
-  a head with the second. inputs: q, (T, KV, G, D), as output; keys, values, scales (int8 only), qkv, rope, tokens."""
+  a head with the second. On tensor cores, neighbouring lanes have NEAR neighbouring dimensions of each half. inputs: q,
+  (T, KV, G, D), as output; keys, values, scales (int8 only), qkv, rope, tokens."""
   def __init__(self, *inputs: UOp):
     self.q, self.keys, self.values, *self.scales, self.qkv, self.rope, tokens = inputs
     self.T, self.KV, self.G, self.D = self.q.max_shape
@@ -155,12 +153,19 @@ class HeadWriter:
   def lane(self) -> tuple[UOp, UOp, list[UOp]]:
     """Return the lane's token, K/V head, and dimensions in the first half of a head."""
     n = self.in_element
-    t, h, i = axes(0, self.T, self.KV, self.D // n // 2)
-    return t, h, [i * n + j for j in range(n)]
+    if self.keys.ndim == 4 or cpu_cores():
+      t, h, i = axes(0, self.T, self.KV, self.D // n // 2)
+      return t, h, [i * n + j for j in range(n)]
+    lanes, count = self.D // 2 // NEAR, math.gcd(self.T, TOKENS_OF_GROUP)
+    # Not ranges, which tinygrad splits: neighbouring lanes would be far from each other in memory
+    h, group, i = map(UOp.special, (self.KV, self.T // count, count * lanes), ("gidx0", "gidx1", "lidx0"))
+    return group * count + i // lanes, h, [i % lanes * NEAR + j for j in range(NEAR)]
 
   def cell(self, kv: int, d: UOp) -> UOp:
     """Return the d-th element of the head in the cache, of K (kv 0) or V (1)."""
-    return self.values[self.block, self.h, self.offset, d] if kv else self.keys[self.block, self.h, d, self.offset]
+    cache, n = self.values if kv else self.keys, 32 // self.in_element
+    if cache.ndim == 5: return cache[self.block, self.h, d // n, self.offset, d % n]
+    return cache[self.block, self.h, *((self.offset, d) if kv else (d, self.offset))]
 
   def numbers(self, head: UOp, i: UOp, is_rotated: bool = True) -> Sequence[UOp]:
     """Return the i-th numbers of both halves of a head, with RoPE (Su et al. 2021, arXiv:2104.09864)."""
@@ -188,9 +193,9 @@ class HeadWriter:
           yield self.cell(kv, (z * half_size + self.dimensions[j]) // n).store(element)
 
 
-def rope_kernel(*inputs: UOp, writer: type[HeadWriter] = HeadWriter) -> UOp:
-  # A LaneWriter's kernel is complete: tinygrad's heuristics would share its sums among lanes of different heads
-  return kernel_of("rope_and_write", UOp.group(*writer(*inputs).stores()), None if writer is HeadWriter else ())
+def rope_kernel(*inputs: UOp) -> UOp:
+  # A kernel with lanes is complete: tinygrad's heuristics would share its sums among lanes of different heads
+  return kernel_of("rope_and_write", UOp.group(*HeadWriter(*inputs).stores()), None if inputs[1].ndim == 4 else ())
 
 
 class WorkGroup:
@@ -295,7 +300,8 @@ def result(group: WorkGroup, memory: list[UOp], sinks: list[UOp]) -> UOp:
   log = scores[group.own].store(highest[group.g] + weight[group.g].log2())
   stored = UOp.group(end(log), end(sums[group.own].store(own)))
   values, logs = [[x.after(stored)[i, *group.own[1:]] for i in range(group.splits)] for x in (sums, scores)]
-  return mean(values, logs, sinks, group.h * group.q.shape[2] + group.g)
+  head = group.h * group.q.shape[2] + group.g
+  return mean(values, [*logs, *[x[head].load().float() * LOG2_E for x in sinks]])
 
 
 # Tensor cores
@@ -335,11 +341,12 @@ def read_tiles(tensors: dict[str, Tensor], options: ScoreOptions) -> Tensor:
   for is_prefill in (False, True)[:1 + (T > MAX_DECODE)] if splits == 1 else ():
     out = cuda_source.run(launch_attention(tensors, options, splits, is_prefill), **tensors | {"out": out})[0]
   if splits == 1: return out
-  launch = launch_attention(tensors, options, splits, False)
-  sinks = [tensors.pop("sinks")] if "sinks" in tensors else []
+  sinks = [(tensors.pop("sinks").reshape(1, *q.shape[1:3], 1).float() * LOG2_E).uop] if "sinks" in tensors else []
   means, logs = [Tensor.empty(splits, *x, dtype=dtypes.float32, device=q.device) for x in (q.shape, q.shape[:3])]
+  launch = launch_attention(tensors, options, splits, False)
   means, *_, logs = cuda_source.run(launch, **tensors | {"out": means, "logs": logs})
-  return out.custom_kernel(means, logs, *sinks, fxn=combine_kernel)[0]
+  values, weights = [[x[i].uop for i in range(splits)] for x in (means, logs.unsqueeze(4))]
+  return Tensor(mean(values, weights + sinks)).cast(q.dtype).contiguous()
 
 
 def launch_attention(tensors: dict[str, Tensor], options: ScoreOptions, splits: int, is_prefill: bool) -> Launch:
@@ -365,26 +372,3 @@ def launch_attention(tensors: dict[str, Tensor], options: ScoreOptions, splits: 
   return Launch(f"attend_{T}", "attention.cu", definitions, groups, 32 * warps, shared_bytes)
 
 
-def combine_kernel(out: UOp, means: UOp, logs: UOp, *sinks: UOp) -> UOp:
-  """Combine the splits of split-KV. means: (splits, T, KV, G, D). logs: (splits, T, KV, G), log2 of weight sums. sinks:
-  (KV * G,), optional."""
-  t, h, g, d = axes(0, *out.shape)
-  splits = range(means.shape[0])
-  values, weight_logs = [means[i, t, h, g, d] for i in splits], [logs[i, t, h, g] for i in splits]
-  combined = mean(values, weight_logs, sinks, h * out.shape[2] + g)
-  return kernel_of("combine", out[t, h, g, d].store(combined.cast(out.dtype)))
-
-
-# RoPE and the write of K and V
-
-class LaneWriter(HeadWriter):
-  """A HeadWriter whose neighbouring lanes have NEAR neighbouring dimensions of each half of a head."""
-  def lane(self) -> tuple[UOp, UOp, list[UOp]]:
-    lanes, count = self.D // 2 // NEAR, math.gcd(self.T, TOKENS_OF_GROUP)
-    # Not ranges, which tinygrad splits: neighbouring lanes would be far from each other in memory
-    h, group, i = map(UOp.special, (self.KV, self.T // count, count * lanes), ("gidx0", "gidx1", "lidx0"))
-    return group * count + i // lanes, h, [i % lanes * NEAR + j for j in range(NEAR)]
-
-  def cell(self, kv: int, d: UOp) -> UOp:
-    n = 32 // self.in_element
-    return (self.values if kv else self.keys)[self.block, self.h, d // n, self.offset, d % n]
