@@ -96,6 +96,7 @@ class Server(uvicorn.Server):
   routes of GET requests. Raises InputError for TLS files that it cannot use."""
   def __init__(self, model: str | None, engine_options: JsonObject, options: ServerConfig, more: Routes | None = None):
     self.error: Exception | None = None   # raised while loading the model
+    self.is_loading = True   # also of --lora-modules
     self.code = 0   # exit code
     self.options = options
     self.open_engine = functools.partial(async_engine.AsyncLLM, model, options.stream_interval, True,
@@ -178,6 +179,7 @@ class Server(uvicorn.Server):
     """Load the model and the adapters of --lora-modules."""
     self.serving.llm = self.open_engine()
     for name, path in self.options.adapters.items(): self.serving.add_adapter(name, path)
+    self.is_loading = False
 
   def prepare(self) -> None:
     """Load the model, wait until requests can run, and log the URLs."""
@@ -199,7 +201,7 @@ class Server(uvicorn.Server):
   def state(self) -> str:
     """Return why the server is not ready, or "" if it is."""
     if self.should_exit: return "the server is shutting down"
-    return self.serving.llm.state if self.serving.llm else "the model is loading"
+    return self.serving.llm.state if self.serving.llm and not self.is_loading else "the model is loading"
 
   def not_ready(self) -> fastapi.Response | None:
     """Return HTTP 503, or None if the server is ready."""
