@@ -13,7 +13,7 @@ dimensions.
 
 qkv: (T, (H + 2 KV) * D), a flat batch. tokens: (columns of TOKENS, T) int32. rope: (length, 2, D / 2), cosines and
 sines. block_tables: (slots, max_blocks) int32. G = H / KV query heads share a K/V head."""
-import dataclasses, functools, math
+import dataclasses, functools, itertools, math
 from collections.abc import Iterator, Sequence
 
 from tinygrad import Tensor, UOp, dtypes
@@ -25,7 +25,7 @@ from tinyvllm.backend import TOKENS, cpu_cores, renderer
 from . import cuda_source
 from .cpu import AVX512
 from .cuda_source import Launch
-from .schedule import axes, axis, call, end, fold, kernel_of, lane_axis, unrolled
+from .schedule import axis, call, end, fold, kernel_of, lane_axis, unrolled
 
 LOWEST = -1e30   # score with weight 0; not -inf, because inf - inf is NaN
 LOG2_E = math.log2(math.e)
@@ -154,7 +154,7 @@ class HeadWriter:
     """Return the lane's token, K/V head, and dimensions in the first half of a head."""
     n = self.in_element
     if self.keys.ndim == 4 or cpu_cores():
-      t, h, i = axes(0, self.T, self.KV, self.D // n // 2)
+      t, h, i = [UOp.range(size, axis_id) for axis_id, size in enumerate((self.T, self.KV, self.D // n // 2))]
       return t, h, [i * n + j for j in range(n)]
     lanes, count = self.D // 2 // NEAR, math.gcd(self.T, TOKENS_OF_GROUP)
     # Not ranges, which tinygrad splits: neighbouring lanes would be far from each other in memory
@@ -175,10 +175,9 @@ class HeadWriter:
 
   def stores(self) -> Iterator[UOp]:
     h, half_size, n = self.h, self.D // 2, self.in_element
-    for g in range(self.G):
-      for d in self.dimensions:
-        for z, number in enumerate(self.numbers(h * self.G + g, d)):
-          yield self.q[self.t, h, g, z * half_size + d].store(number.cast(self.q.dtype))
+    for g, d in itertools.product(range(self.G), self.dimensions):
+      for z, number in enumerate(self.numbers(h * self.G + g, d)):
+        yield self.q[self.t, h, g, z * half_size + d].store(number.cast(self.q.dtype))
     for kv in range(2):
       head = self.KV * (self.G + kv) + h
       pairs = [self.numbers(head, d, not kv) for d in self.dimensions]
@@ -210,15 +209,14 @@ class WorkGroup:
     limit = 2048 if renderer().tensor_cores else 1024   # 12 bytes per dimension; WebGPU has 16 KiB shared memory
     self.splits = 1 if T > 64 or cpu_cores() else max(1, min(256 // self.D, limit // (G * self.D)))
     self.unroll = 1 if cpu_cores() else 64 // width   # of inner loops
-    self.t, self.h = axes(0, T, KV)
+    self.t, self.h = UOp.range(T, 0), UOp.range(KV, 1)
     self.g = UOp.range(G, 2, AxisType.UPCAST)   # one of the K/V head's G query heads
     self.split = axis(self.splits, 3, AxisType.LOCAL)
     self.near = axis(width, 12, AxisType.UPCAST)
     # A lane's positions, or dimensions of V, are first + near
     self.first = UOp.range(self.D // width, 4, lane_axis()[0]) * width
     self.own = self.split, self.g, self.first + self.near
-    self.position = field(tokens, "position", self.t)
-    self.slot = field(tokens, "slot", self.t)
+    self.position, self.slot = [field(tokens, name, self.t) for name in ("position", "slot")]
     self.start = options.first_block(self.position, table.shape[1], block_size) * block_size   # first position to score
 
   def load(self, tensor: UOp, at: UOp, index: UOp, is_visible: UOp) -> UOp:

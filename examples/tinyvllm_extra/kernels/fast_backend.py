@@ -33,8 +33,7 @@ class FastSampler(Sampler):
     parts, threads = (cpu_cores(), 1) if is_c else (8, 512) if cuda_source.has_wgmma() else (1, 1024)
     definitions = {"S": S, "V": V, "IS_C": int(is_c), "PARTS": parts, "THREADS": threads, "ALL": parts * threads,
                    "COUNT": -(-V // (parts * threads)), "CLUSTER": f"__cluster_dims__({parts})" if parts > 1 else "",
-                   "FIRST": "core_id" if is_c else "blockIdx.y", "STEP": parts if is_c else S,
-                   "COUNTS": int(weights is not p), "TYPE": '"f16"'}
+                   "ROW": "core_id" if is_c else "blockIdx.y", "COUNTS": int(weights is not p), "TYPE": '"f16"'}
     launch = cuda_source.Launch(f"keep_top_{S}_{V}", "sampler.cu", definitions, (parts, 1 if is_c else S, 1), threads,
                                 3 * 4 * (threads // 32 + 2 * parts))
     return cuda_source.run(launch, out=p.empty_like(), x=p, goals=target.contiguous())[0]
@@ -111,17 +110,16 @@ class FastBackend(MixtureBackend):
     element = dtype if cache_dtype == "auto" else dtypes.uint8 if cpu_cores() else dtypes.uint32
     check(cache_dtype in ("auto", "int8") or dtypes.half in renderer().supported_dtypes(),
           f"kv_cache_dtype={cache_dtype!r} needs float16, which this device does not support; use 'int8'")
-    multiple = 2 * element.itemsize   # RoPE rotates neighbours of both halves of a head
-    check(cache_dtype == "auto" or D % multiple == 0, f"kv_cache_dtype={cache_dtype!r} needs a head_dim "
-          f"that is a multiple of {multiple}, not {D}; use 'auto'")
-    scales = [((heads, 2, size), dtypes.float32)] if cache_dtype == "int8" else []
+    n = attention.dimensions_in(element)
+    check(cache_dtype == "auto" or D % (2 * n) == 0, f"kv_cache_dtype={cache_dtype!r} needs a head_dim that is a "
+          f"multiple of {2 * n}, not {D}; use 'auto'")   # RoPE rotates neighbours of both halves of a head
+    shapes: list[tuple[int, ...]] = [(heads, D // n, size), (heads, size, D // n)]
     fits_size = D in (32, 64, 96, 128) or D == 256 and cuda_source.has_wgmma()   # else too little shared memory
     fits_model = size == attention.BS and fits_size and model.num_attention_heads <= 16 * heads
     if fits_model and dtype == dtypes.half and cuda_source.has_mma(dtype):   # tinygrad does not combine bfloat16 loads
-      block = (heads, D // 32, size, 32 if cache_dtype == "auto" else 8), element
-      return [block, block, *scales]
-    n = attention.dimensions_in(element)
-    return [((heads, D // n, size), element), ((heads, size, D // n), element), *scales]
+      shapes = [(heads, D // 32, size, 32 if cache_dtype == "auto" else 8)] * 2
+    scales = [((heads, 2, size), dtypes.float32)] if cache_dtype == "int8" else []
+    return [*[(shape, element) for shape in shapes], *scales]
 
   def pick_dtype(self, name: str, model: ModelConfig | None = None) -> str:
     """Like the core's. A model that overflows float16 gets bfloat16 or, if the device lacks it, float32. A CPU stores

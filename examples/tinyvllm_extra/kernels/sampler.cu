@@ -2,7 +2,7 @@
 // goals, (S,). A weight is the number itself or, with COUNTS, 1.
 //
 // On a GPU, PARTS work groups, on Hopper a cluster, keep a row in registers, COUNT numbers per thread. On a CPU, a core
-// has each STEP-th row, keeps it in `out`, and clang vectorizes the loops.
+// has each PARTS-th row, keeps it in `out`, and clang vectorizes the loops.
 #define BITS(x) __builtin_bit_cast(int, x)   // of positive floats, which sort like them
 #if IS_C
 #pragma clang fp reassociate(on)   // lanes of a vector add up
@@ -46,7 +46,7 @@ SIGNATURE {
   float own[COUNT];
   sync();   // all work groups of the cluster have started
 #endif
-  for (int row = FIRST; row < S; row += STEP) {
+  for (int row = ROW; row < S; row += IS_C ? PARTS : S) {
     const float* const from = (const float*)x + (long)row * V;
     float *const to = (float*)out + (long)row * V, target = goals[row];
     EACH(i) OWN(i) = from[i];

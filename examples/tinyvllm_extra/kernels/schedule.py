@@ -10,11 +10,6 @@ from tinygrad.uop.ops import AxisType, KernelInfo, Ops, sint
 from tinyvllm.backend import cpu_cores
 
 
-def axes(first: int, *extents: sint) -> list[UOp]:
-  """Return one range per extent, numbered from `first`."""
-  return [UOp.range(extent, first + i, AxisType.WEAK) for i, extent in enumerate(extents)]
-
-
 def kernel_of(name: str, store: UOp, opts: tuple[Opt, ...] | None = None) -> UOp:
   """Return a kernel that runs `store` over all its ranges. opts: tinygrad optimizations; None: its heuristics."""
   return store.end(*store.ranges).sink(arg=KernelInfo(name=name, opts_to_apply=opts))
