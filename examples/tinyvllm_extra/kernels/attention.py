@@ -13,8 +13,8 @@ dimensions.
 
 qkv: (T, (H + 2 KV) * D), a flat batch. tokens: (columns of TOKENS, T) int32. rope: (length, 2, D / 2), cosines and
 sines. block_tables: (slots, max_blocks) int32. G = H / KV query heads share a K/V head."""
-import dataclasses, functools, math
-from collections.abc import Sequence
+import dataclasses, functools, itertools, math
+from collections.abc import Iterator, Sequence
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
@@ -137,49 +137,64 @@ def unpack(element: UOp, i: UOp, scaled: bool) -> UOp:
   return ((byte & 127) << 7 | (byte & 128) << 8).bitcast(dtypes.half).float() * 256
 
 
-def rope_kernel(*inputs: UOp) -> UOp:
-  """Rotate q and k, and write k and v to the blocks of their tokens. RoPE (Su et al. 2021, arXiv:2104.09864) rotates
-  the first half of a head with the second. A lane has a token, a K/V head, and dimensions in the first half of a head:
-  NEAR neighbours on tensor cores. inputs: q, (T, KV, G, D), as output; keys, values, scales (int8 only), qkv, rope,
-  tokens."""
-  q, keys, values, *scales, qkv, rope, tokens = inputs
-  (T, KV, G, D), n, half_size = q.max_shape, dimensions_in(keys.dtype), q.max_shape[3] // 2
-  if keys.ndim == 4 or cpu_cores():
-    t, h, i = [UOp.range(size, axis_id) for axis_id, size in enumerate((T, KV, half_size // n))]
-    dimensions = [i * n + j for j in range(n)]
-  else:
-    lanes, count = half_size // NEAR, math.gcd(T, TOKENS_OF_GROUP)
-    # Not ranges, which tinygrad splits: neighbouring lanes would be far from each other in memory
-    h, group, i = map(UOp.special, (KV, T // count, count * lanes), ("gidx0", "gidx1", "lidx0"))
-    t, dimensions = group * count + i // lanes, [i % lanes * NEAR + j for j in range(NEAR)]
-  block, position = field(tokens, "block", t) % keys.shape[0], field(tokens, "position", t)
-  offset = position % keys.shape[3]
+class HeadWriter:
+  """Rotates q and k of a token and a K/V head, and writes k and v to the token's block. RoPE rotates the first half of
+  a head with the second. On tensor cores, neighbouring lanes have NEAR neighbouring dimensions of each half. inputs: q,
+  (T, KV, G, D), as output; keys, values, scales (int8 only), qkv, rope, tokens."""
+  def __init__(self, *inputs: UOp):
+    self.q, self.keys, self.values, *self.scales, self.qkv, self.rope, tokens = inputs
+    self.T, self.KV, self.G, self.D = self.q.max_shape
+    self.in_element = dimensions_in(self.keys.dtype)
+    self.t, self.h, self.dimensions = self.lane()
+    self.block = field(tokens, "block", self.t) % self.keys.shape[0]
+    self.position = field(tokens, "position", self.t)
+    self.offset = self.position % self.keys.shape[3]
 
-  def numbers(head: UOp, i: UOp, is_rotated: bool) -> list[UOp]:   # the i-th ones of both halves
-    a, b = [qkv[t, head * D + d].float() for d in (i, i + half_size)]
-    cos, sin = [rope[position % rope.shape[0], z, i] for z in range(2)]
+  def lane(self) -> tuple[UOp, UOp, list[UOp]]:
+    """Return the lane's token, K/V head, and dimensions in the first half of a head."""
+    n = self.in_element
+    if self.keys.ndim == 4 or cpu_cores():
+      t, h, i = [UOp.range(size, axis_id) for axis_id, size in enumerate((self.T, self.KV, self.D // n // 2))]
+      return t, h, [i * n + j for j in range(n)]
+    lanes, count = self.D // 2 // NEAR, math.gcd(self.T, TOKENS_OF_GROUP)
+    # Not ranges, which tinygrad splits: neighbouring lanes would be far from each other in memory
+    h, group, i = map(UOp.special, (self.KV, self.T // count, count * lanes), ("gidx0", "gidx1", "lidx0"))
+    return group * count + i // lanes, h, [i % lanes * NEAR + j for j in range(NEAR)]
+
+  def cell(self, kv: int, d: UOp) -> UOp:
+    """Return the d-th element of the head in the cache, of K (kv 0) or V (1)."""
+    cache, n = self.values if kv else self.keys, 32 // self.in_element
+    if cache.ndim == 5: return cache[self.block, self.h, d // n, self.offset, d % n]
+    return cache[self.block, self.h, *((self.offset, d) if kv else (d, self.offset))]
+
+  def numbers(self, head: UOp, i: UOp, is_rotated: bool = True) -> Sequence[UOp]:
+    """Return the i-th numbers of both halves of a head, with RoPE (Su et al. 2021, arXiv:2104.09864)."""
+    a, b = [self.qkv[self.t, head * self.D + d].float() for d in (i, i + self.D // 2)]
+    cos, sin = [self.rope[self.position % self.rope.shape[0], z, i] for z in range(2)]
     return [a * cos - b * sin, b * cos + a * sin] if is_rotated else [a, b]
 
-  def cell(cache: UOp, kv: int, d: UOp) -> UOp:   # the d-th element of the head in K (kv 0) or V (1)
-    if cache.ndim == 5: return cache[block, h, d // (32 // n), offset, d % (32 // n)]
-    return cache[block, h, *((offset, d) if kv else (d, offset))]
+  def stores(self) -> Iterator[UOp]:
+    h, half_size, n = self.h, self.D // 2, self.in_element
+    for g, d in itertools.product(range(self.G), self.dimensions):
+      for z, number in enumerate(self.numbers(h * self.G + g, d)):
+        yield self.q[self.t, h, g, z * half_size + d].store(number.cast(self.q.dtype))
+    for kv in range(2):
+      head = self.KV * (self.G + kv) + h
+      pairs = [self.numbers(head, d, not kv) for d in self.dimensions]
+      for scales in self.scales:
+        highest = fold(largest(self.numbers(head, unrolled(half_size, 8, 3 + 2 * kv), not kv)), Ops.MAX)
+        scale = highest.maximum(SMALLEST) / 127
+        yield scales[self.block, h, kv, self.offset].store(scale)   # by every lane of the head
+        pairs = [[x / scale for x in pair] for pair in pairs]
+      for z, half in enumerate(zip(*pairs, strict=True)):
+        for j in range(0, len(half), n):
+          element = pack(half[j:j + n], self.keys.dtype, bool(self.scales))
+          yield self.cell(kv, (z * half_size + self.dimensions[j]) // n).store(element)
 
-  stores = [q[t, h, g, z * half_size + d].store(number.cast(q.dtype)) for g in range(G) for d in dimensions
-            for z, number in enumerate(numbers(h * G + g, d, True))]
-  for kv, cache in enumerate((keys, values)):
-    head = KV * (G + kv) + h
-    pairs = [numbers(head, d, not kv) for d in dimensions]
-    for tensor in scales:
-      highest = fold(largest(numbers(head, unrolled(half_size, 8, 3 + 2 * kv), not kv)), Ops.MAX)
-      scale = highest.maximum(SMALLEST) / 127
-      stores.append(tensor[block, h, kv, offset].store(scale))   # by every lane of the head
-      pairs = [[x / scale for x in pair] for pair in pairs]
-    for z, half in enumerate(zip(*pairs, strict=True)):
-      for j in range(0, len(half), n):
-        element = pack(half[j:j + n], keys.dtype, bool(scales))
-        stores.append(cell(cache, kv, (z * half_size + dimensions[j]) // n).store(element))
+
+def rope_kernel(*inputs: UOp) -> UOp:
   # A kernel with lanes is complete: tinygrad's heuristics would share its sums among lanes of different heads
-  return kernel_of("rope_and_write", UOp.group(*stores), None if keys.ndim == 4 else ())
+  return kernel_of("rope_and_write", UOp.group(*HeadWriter(*inputs).stores()), None if inputs[1].ndim == 4 else ())
 
 
 class WorkGroup:

@@ -43,8 +43,7 @@ def limited_memory() -> Iterator[MemoryReport]:
   if limit != resource.RLIM_INFINITY: yield MemoryReport(limit - usage, limit)
   for controllers, path in re.findall(r"^\d+:(.*?):(.*)$", (PROC / "self/cgroup").read_text(), re.M):
     folder, *files, cache = CGROUP_FILES.get(controllers, ("", ""))
-    here = pathlib.PurePosixPath(path)
-    for group in (here, *here.parents) if files else ():
+    for group in pathlib.PurePosixPath(path, "any").parents if files else ():
       # A container sees its own group as the root, but the path may be the host's; a limit may be "max"
       with contextlib.suppress(OSError, ValueError):
         place = CGROUPS / folder / str(group)[1:]
