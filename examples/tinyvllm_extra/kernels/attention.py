@@ -144,22 +144,18 @@ class HeadWriter:
   def __init__(self, *inputs: UOp):
     self.q, self.keys, self.values, *self.scales, self.qkv, self.rope, tokens = inputs
     self.T, self.KV, self.G, self.D = self.q.max_shape
-    self.in_element = dimensions_in(self.keys.dtype)
-    self.t, self.h, self.dimensions = self.lane()
+    n = self.in_element = dimensions_in(self.keys.dtype)
+    if self.keys.ndim == 4 or cpu_cores():
+      self.t, self.h, i = [UOp.range(size, axis_id) for axis_id, size in enumerate((self.T, self.KV, self.D // n // 2))]
+      self.dimensions = [i * n + j for j in range(n)]   # the lane's, in the first half of a head
+    else:
+      lanes, count = self.D // 2 // NEAR, math.gcd(self.T, TOKENS_OF_GROUP)
+      # Not ranges, which tinygrad splits: neighbouring lanes would be far from each other in memory
+      self.h, group, i = map(UOp.special, (self.KV, self.T // count, count * lanes), ("gidx0", "gidx1", "lidx0"))
+      self.t, self.dimensions = group * count + i // lanes, [i % lanes * NEAR + j for j in range(NEAR)]
     self.block = field(tokens, "block", self.t) % self.keys.shape[0]
     self.position = field(tokens, "position", self.t)
     self.offset = self.position % self.keys.shape[3]
-
-  def lane(self) -> tuple[UOp, UOp, list[UOp]]:
-    """Return the lane's token, K/V head, and dimensions in the first half of a head."""
-    n = self.in_element
-    if self.keys.ndim == 4 or cpu_cores():
-      t, h, i = [UOp.range(size, axis_id) for axis_id, size in enumerate((self.T, self.KV, self.D // n // 2))]
-      return t, h, [i * n + j for j in range(n)]
-    lanes, count = self.D // 2 // NEAR, math.gcd(self.T, TOKENS_OF_GROUP)
-    # Not ranges, which tinygrad splits: neighbouring lanes would be far from each other in memory
-    h, group, i = map(UOp.special, (self.KV, self.T // count, count * lanes), ("gidx0", "gidx1", "lidx0"))
-    return group * count + i // lanes, h, [i % lanes * NEAR + j for j in range(NEAR)]
 
   def cell(self, kv: int, d: UOp) -> UOp:
     """Return the d-th element of the head in the cache, of K (kv 0) or V (1)."""
