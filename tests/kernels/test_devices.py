@@ -1,16 +1,18 @@
-"""The default device, and the memory that devices report. Drivers are fakes of tinygrad's objects here; test_backend.py
-checks real devices."""
+"""The default device, the memory that devices report, and edges of CUDA's graphs. Drivers are fakes of tinygrad's
+objects here; test_backend.py checks real devices."""
 import ctypes
 import os
 from types import SimpleNamespace
 
 import pytest
 from helpers.data import write_files
-from tinygrad import Device, helpers
+from tinygrad import Device, dtypes, helpers
+from tinygrad.device import Buffer, DepsTracker
 from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.runtime.autogen import opencl, webgpu
 
 from tinyvllm_extra import kernels, programs
+from tinyvllm_extra.kernels.tinygrad_patches import required_nodes
 
 GIB = 2**30
 HOST = 12 * GIB    # free memory of the host
@@ -136,3 +138,15 @@ def test_cuda_sources_need_dynamic_shared_memory_which_nv_lacks(open_fake, name,
   with helpers.Context(DEV=name):
     Device[name].renderer = object.__new__(CUDARenderer)
     assert kernels.cuda_source.speaks_cuda() == expected
+
+
+def test_a_captured_kernel_waits_for_none_that_another_one_waits_for():
+  a, b, c = [Buffer("CPU", 4, dtypes.int32) for _ in range(3)]
+  graph, tracker, nodes = SimpleNamespace(calls=[], nodes=[]), DepsTracker(), [object() for _ in range(6)]
+  cases = [([a], [0], []), ([b, a], [0], [0]), ([c, a, b], [0], [1]), ([a], [0], [2]), ([b, c], [], [2]),
+           ([a, b], [0, 1], [3, 4])]   # the third one reads what the first and the second write
+  for node, (buffers, write, expected) in zip(nodes, cases, strict=True):
+    graph.calls.append((None, None, buffers))   # the buffers in CUDAGraph's call are whole ones
+    found = required_nodes(graph, lambda _, *operands: tracker.access_resources(*operands), None, write, node)
+    graph.nodes.append(node)
+    assert [*map(nodes.index, found)] == expected

@@ -1,11 +1,11 @@
 """All patches of tinygrad itself. `apply` installs them when a device is opened; an import changes nothing. Each patch
 states its reason and when to remove it."""
-import functools, os, pathlib, shutil, threading
+import functools, operator, os, pathlib, shutil, threading
 from collections.abc import Callable
 
 from tinygrad import Device, codegen, helpers
 from tinygrad.device import BufferSpec, LRUAllocator
-from tinygrad.engine.jit import CapturedJit
+from tinygrad.engine.jit import CapturedJit, GraphRunner
 from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.runtime.ops_cpu import CPUAllocator
 from tinygrad.uop.ops import Ops
@@ -74,10 +74,11 @@ def patch_cuda() -> str | None:
   from tinygrad.runtime.autogen import nvrtc
   from tinygrad.runtime.graph.cuda import CUDAGraph
   from tinygrad.runtime.ops_cuda import CUDAProgram   # slow to import
-  # Make a captured kernel wait only for kernels that use the same range of a buffer. tinygrad's wait for any use of the
-  # buffer. Most of a step's memory is one buffer, so that devices that read each other's results would serialize.
-  # Checked with 0.14.0. Remove when CUDAGraph compares ranges of buffers
-  wrap(CUDAGraph, "new_node", lambda self, new, buffers, write: new(self, self.calls[len(self.nodes)][2], write))
+  # Make a captured kernel wait only for kernels that use the same range of a buffer, and for none that another of them
+  # waits for. tinygrad's wait for any use of the buffer: most of a step's memory is one buffer, so that devices that
+  # read each other's results would serialize. And a second edge delays a kernel by 2 us. Checked with 0.14.0. Remove
+  # when CUDAGraph compares ranges of buffers and omits such edges
+  wrap(CUDAGraph, "_access_resources", required_nodes)
   # Load kernels whose name ends in smemN with N bytes of dynamic shared memory. tinygrad's have none, and 48 KiB at
   # most. Checked with 0.14.0. Remove when a PROGRAM says how many bytes it needs
   def shared_bytes(name: str) -> int: return int(name.partition("_smem")[2] or 0)
@@ -88,6 +89,16 @@ def patch_cuda() -> str | None:
   compiler.ptx = helpers.DEBUG >= 5   # tinygrad prints PTX only
   compiler.compile_options[0] = f"--gpu-architecture={compiler.arch.replace('sm_90', 'sm_90a')}"   # has wgmma
   return getattr(nvrtc.dll, "_name", None)
+
+
+def required_nodes(graph: GraphRunner, access: Callable, _: object, write: list[int], new_dependency: object) -> list:
+  """Return the nodes that a CUDAGraph's next kernel waits for, less those that another one of them waits for. access:
+  tinygrad's method, which returns all of some buffers."""
+  nodes = access(graph, graph.calls[len(vars(graph)["nodes"])][2], write, new_dependency)
+  waits = vars(graph).setdefault("waits", {})   # by id of a node: itself, the highest bit, and all that it waits for
+  sets = [waits[id(node)] for node in nodes]
+  waits[id(new_dependency)] = functools.reduce(operator.or_, sets, 1 << len(vars(graph)["nodes"]))
+  return [node for node, x in zip(nodes, sets, strict=True) if sum(y >> x.bit_length() - 1 & 1 for y in sets) == 1]
 
 
 def cache_folder() -> pathlib.Path: return pathlib.Path(helpers.CACHEDB).parent / "tinyvllm"
