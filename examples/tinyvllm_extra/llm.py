@@ -39,7 +39,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
   parts = Parts(
     config_class=LLMConfig, make_backend=lambda: kernels.make_backend(),
     open_devices=parallel.open_devices,
-    open_checkpoint=lora.open_checkpoint,
+    open_checkpoint=lambda path, x: hub.open_checkpoint(path, x.quantization, x.activation_quantization, x.merge_lora),
     find_model=lambda hf_config, path, config: models.choose_model(hf_config, path, config.runner),
     params_class=SamplingParams, scheduler_class=lora.LoRAScheduler, logits=logits.ProcessedLogits(),
     open_proposer=lora.open_proposer)

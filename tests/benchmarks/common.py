@@ -145,7 +145,7 @@ class OwnWeights(RandomCheckpoint):
 
 def random_weights(checkpoint: type[FastCheckpoint] = RandomCheckpoint) -> AbstractContextManager:
   """Return a context in which models and draft models load through `checkpoint`."""
-  def open_checkpoint(path: Path, quantization: str | None, activations: str) -> FastCheckpoint:
+  def open_checkpoint(path: Path, quantization: str | None, activations: str, *_: object) -> FastCheckpoint:
     opened = checkpoint(path)
     opened.quantization, opened.activations = quantization, activations
     return opened

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import backends
 from test_size import BENCHMARK_LINES, ROOMS, TEST_LINES
 
-from tinyvllm_extra.serving.chat_page import chat_page
+from tinyvllm_extra.serving.app import chat_page
 
 ROOT = Path(__file__).parents[2]
 PAGES = [page for page in sorted(ROOT.rglob("*.md"))

@@ -214,9 +214,3 @@ def test_any_and_type_ignore_are_within_limits(print_at_end):
   num_ignores = sum(path.read_text().count("# type: ignore") for path in FILES.values())
   print_at_end(f"Any: {num_any}, type: ignore: {num_ignores}")
   assert num_any <= MAX_ANY and num_ignores <= MAX_TYPE_IGNORES
-
-
-def test_pyproject_packages_are_core_and_extension():
-  hatch = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]
-  folders = [folder.relative_to(ROOT).as_posix() for folder in (PACKAGE, EXTENSION)]
-  assert hatch["build"]["targets"]["wheel"]["packages"] == folders

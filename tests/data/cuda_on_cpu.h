@@ -111,6 +111,8 @@ inline unsigned scaled(unsigned x, unsigned bias, unsigned scale, unsigned offse
   }
   return y[0] | (unsigned)y[1] << 16;
 }
+inline unsigned read_flag(unsigned* p) { return *p; }
+inline void count(unsigned* p) { ++*p; }
 inline void copy_async(void* to, const void* from, int bytes = 16, bool is_needed = true) {
   if (!is_needed) return;
   memcpy(to, from, bytes);
@@ -120,7 +122,7 @@ inline void commit_copies() {}
 template <int PENDING> void wait_for_copies() {}
 
 // Of wgmma.cu. A barrier is known by its address, an offset in `memory`. Blocks run one after the other, so that those
-// which a block waits for have published their sums
+// which a block waits for have counted
 struct Phase { int count, missing, bytes, number; };
 static Phase phases[sizeof(memory) / 8];
 inline Phase& advance(unsigned bar, int arrivals, int bytes) {
@@ -141,10 +143,9 @@ inline void copy(unsigned to, const void* from, int bytes, unsigned bar) {
 inline void wait(unsigned bar, int parity) {
   while (phases[bar / 8].number % 2 == parity) swapcontext(&threads[current], &scheduler);
 }
-inline void publish(unsigned* flag) { *flag = 1; }
-inline unsigned is_published(unsigned* flag) { return *flag; }
 inline void __syncwarp() { of_warp[current / 32].wait(); }
 inline void __threadfence() {}
+inline unsigned atomicInc(unsigned* p, unsigned last) { const unsigned x = *p; *p = x < last ? x + 1 : 0; return x; }
 template <class T> T __ldg(const T* p) { return *p; }
 template <class T> T __ldcg(const T* p) { return *p; }
 template <class T> void __stcg(T* p, T x) { *p = x; }

@@ -15,8 +15,8 @@ from tinyvllm_extra.kernels import cuda_source
 HEADER = pathlib.Path(__file__).parents[1] / "data" / "cuda_on_cpu.h"
 COMPILER = pathlib.Path(sys.executable).with_name("clang++")
 REPLACED = ["mma", "copy_async", "commit_copies", "wait_for_copies", "pack", "transposed", "scaled", "power_of_2",
-            "address", "float_of"]
-HOPPER = ["init", "arrive", "wait", "wgmma", "copy", "publish", "is_published", "arrive_after_copies", "pack_e4m3"]
+            "address", "float_of", "read_flag", "count"]
+HOPPER = ["init", "arrive", "wait", "wgmma", "copy", "arrive_after_copies", "pack_e4m3"]
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from tinyvllm.backend import scatter_kernel
 from tinyvllm_extra.kernels import attention, cuda_source, matmul
 from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear, FastNorm
 from tinyvllm_extra.formats.quantization import Quantized, dequantize, quantize
-from tinyvllm_extra.models.matrices import reorder
+from tinyvllm_extra.models.matrices import reorder, stored_shape
 
 MATRICES = read_data("kernel_cases.json")["matrices"]
 KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}   # dtype, tolerance for rounding
@@ -138,6 +138,24 @@ def test_many_rows_kernel_quantized_equals_numpy(use_many_rows, bits, rows, inpu
   matrix, weight = random_quantized(np.random.default_rng(1), (outputs, inputs), bits, group)
   store_quantized(layer, matrix)
   check_many_rows(layer, weight, rows)
+
+
+@pytest.mark.parametrize(MATRICES["columns of LoRA"], MATRICES["LoRA"])
+def test_kernel_adds_the_adapter_of_each_row(request, fixture, rows, inputs, outputs, rank, layer_class, axis):
+  """Of four adapters the step has the third and the first; some rows have none."""
+  request.getfixturevalue(fixture)
+  layer, weight = make_layer("float16", inputs, outputs, not axis, getattr(matmul, layer_class), axis)
+  x, a, b = [normal(*shape, kind="float16") / 4 for shape in ((rows, inputs), (5, rank, inputs), (5, outputs, rank))]
+  own = np.random.default_rng(rows).choice(np.array([0, 3, 1], np.int32), rows)
+  stored = [np.concatenate([reorder(order(w), stored_shape(*w.shape, True)) for w in matrices])
+            for matrices, order in ((a, np.asarray), (b, layer.ordered))]
+  layer.lora = dict(zip(("a", "b", "flags"), map(on_device, [*stored, np.zeros(64, np.int32)]), strict=True))
+  reset = matmul.adapters.set((None, on_device(np.append(own, np.array([2, 3, 1, 0], np.int32)))))
+  sums = layer(on_device(x)).float().reshape(-1, rows, outputs // (1 + (layer_class == "FastGateUp"))).sum(0).realize()
+  matmul.adapters.reset(reset)
+  ax = np.einsum("ti,tri->tr", x.astype(np.float32), a[own].astype(np.float32)).astype(np.float16)
+  both = np.hstack([x, *[ax * (own == i)[:, None] for i in range(1, 5)]])
+  close(sums, multiply(layer, np.hstack([weight, *b[1:]]), both), KINDS["float16"][1])
 
 
 @pytest.mark.parametrize(("groups", "factor"), [(4, 1), (3, 2e7)])

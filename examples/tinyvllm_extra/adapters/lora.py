@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685): an adapter adds the product of two narrow matrices to each of a model's
-matrices. Reads PEFT's files. Merges one adapter into the weights while they load, or keeps several next to them: then
-each sequence may have its own, as a token may have its expert (S-LoRA, Sheng et al. 2023, arXiv:2311.03285)."""
-import contextvars, functools, pathlib, re, threading, uuid, weakref
+matrices. Keeps several adapters next to the weights, so that each sequence may have its own, as a token may have its
+expert (S-LoRA, Sheng et al. 2023, arXiv:2311.03285)."""
+import functools, re, threading, uuid, weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -9,88 +9,45 @@ from tinygrad import Tensor, dtypes, helpers
 from tinygrad.dtype import DType
 
 from tinyvllm.backend import TOKENS, GateUp, Module, cpu_cores
-from tinyvllm.config import check, read_json
+from tinyvllm.config import check
 from tinyvllm.engine import LoadedModel
 from tinyvllm.llama import Llama
 from tinyvllm.request import Sequence
 from tinyvllm.runner import GraphKey, Logits, Results, Runner, Step, upload, zeros
 from tinyvllm_extra.cache import snapshots
-from tinyvllm_extra.formats import hub, quantization, weights
+from tinyvllm_extra.formats import peft_files, quantization
 from tinyvllm_extra.kernels import buffers, matmul, parallel
 from tinyvllm_extra.models import layers, matrices
 from tinyvllm_extra.options import LLMConfig, LoRARequest, check_one_device
 from tinyvllm_extra.sampling.logits import LogitsPlan
 from tinyvllm_extra.serving.engine_metrics import MeteredScheduler
 
-MATRIX = r".*\.(?:self_attn|mlp)\.\w+_proj"   # names of matrices that may have an adapter
-TENSOR = re.compile(rf"base_model\.model\.({MATRIX})\.lora_([AB])\.weight")
-# Fields of adapter_config.json. plain: values that give the plain product. Fields in neither list must be empty: PEFT's
-# other variants and initializations also change the model, or the base weights (PiSSA, OLoRA)
-FIELDS = read_json(pathlib.Path(__file__).with_name("peft_fields.json"))
-Pairs = dict[str, tuple[np.ndarray, np.ndarray]]   # A, (rank, in), and B with its scale, (out, rank), by matrix
-# While a step with adapters is traced: its tokens grouped by adapter, see FastExperts.group_rows
-groups = contextvars.ContextVar[Tensor | None]("groups", default=None)
-
-
-def scale_of(config: dict, name: str, rank: int) -> float:
-  """Return the factor of a matrix's product. alpha_pattern has regular expressions for the ends of names."""
-  patterns = config.get("alpha_pattern") or {}
-  key = next((x for x in patterns if re.match(rf"(.*\.)?({x})$", name)), None)
-  alpha = config.get("lora_alpha", 8) if key is None else patterns[key]   # PEFT's default
-  return alpha / (rank**0.5 if config.get("use_rslora") else rank)
-
-
-def read_adapter(path: str, option: str) -> Pairs:
-  """Read a folder that PEFT wrote. option: how the user named it. Raises InputError."""
-  folder, text = pathlib.Path(path).expanduser(), f"{option}={path!r}"
-  config = read_json(folder / "adapter_config.json")
-  check(config, f"{text} has no adapter_config.json: name a folder that PEFT wrote")
-  for name, value in config.items():
-    plain = FIELDS["plain"].get(name, [None])
-    is_supported = not value or name in FIELDS["harmless"] or value in plain
-    check(is_supported, f"{text}: {name}={value!r} is not supported: use {plain[0]!r}")
-  pairs: dict[str, dict[str, np.ndarray]] = {}
-  for name, tensor in weights.read_safetensors(folder / "adapter_model.safetensors", weights.FLOATS).items():
-    match = TENSOR.fullmatch(name)
-    check(match, f"{text}: tensor {name} is not supported: only matrices of attention and MLPs are")
-    if match: pairs.setdefault(match[1], {})[match[2]] = quantization.to_float32(tensor.read())
-  for name, pair in pairs.items(): check(len(pair) == 2, f"{text}: {name} lacks lora_A or lora_B")
-  return {name: (x["A"], x["B"] * np.float32(scale_of(config, name, len(x["A"])))) for name, x in pairs.items()}
-
-
-def open_checkpoint(path: pathlib.Path, config: LLMConfig) -> weights.FastCheckpoint:
-  """Open a model, whose weights will include the adapter, if the config names one."""
-  checkpoint = hub.open_checkpoint(path, config.quantization, config.activation_quantization)
-  if config.merge_lora: checkpoint.adapter = read_adapter(config.merge_lora, "merge_lora")
-  return checkpoint
-
-
-# Adapters beside the model
 
 class AdaptedLinear(Module):
   """A matrix of the model with A and B of `count` adapters, the first of zeros. A has `rank` rows for each of the
   matrices that are stacked in W."""
-  def __init__(self, base: matmul.FastLinear, count: int, rank: int, dtype: DType):
+  def __init__(self, base: matmul.FastLinear, count: int, rank: int, dtype: DType, flags: Tensor):
     self.base, self.rank, self.sources = base, rank, base.sources
     inner = helpers.round_up(rank * len(base.sources), 16 if cpu_cores() else 32)   # as linear.c and linear.cu take it
     sizes = (base.in_features, inner), (inner, base.out_features)
     self.a, self.b = [matmul.FastExperts(n, {"": count * out}, False, dtype, num_experts=count) for n, out in sizes]
     for x in (self.a, self.b): x.weight = x.weight.zeros_like().contiguous().realize()
     self.b.adds = True
+    if not base.scales: base.lora = {"a": self.a.weight, "b": self.b.weight, "flags": flags}
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
-    row_groups, T = groups.get(), x.max_shape[0]
-    if row_groups is None: return self.base(x, dtype)
-    h = self.a.multiply(x, row_groups=row_groups, count=T)              # (T, inner)
+    step, T, tiles = matmul.adapters.get(), x.max_shape[0], matmul.choose_tiles(self.base, x)
+    if not step or tiles and tiles.buffers and self.base.lora: return self.base(x, dtype)   # linear.cu adds B @ A @ x
+    h = self.a.multiply(x, row_groups=step[0], count=T)                 # (T, inner)
     total = self.base.multiply(x, dtype)                                # (T, out), or partial sums
-    total = self.b.multiply(h, row_groups=row_groups, count=T, total=total)
+    total = self.b.multiply(h, row_groups=step[0], count=T, total=total)
     if not isinstance(self.base, GateUp): return total
-    size = self.base.out_features // 2 if self.base.weight.ndim == 3 else 8   # see FastGateUp.ordered
-    pairs = total.float().unflatten(1, (-1, 2, size))                   # (T, parts, 2, size)
+    # (T, parts, 2, size), see FastGateUp.ordered
+    pairs = total.float().unflatten(1, (-1, 2, 8 if self.base.weight.ndim > 3 else self.base.out_features // 2))
     gated = getattr(pairs[:, :, 0], self.base.activation)() * pairs[:, :, 1]
     return gated.flatten(1).cast(total.dtype).contiguous()
 
-  def arrange(self, model: Llama, pairs: Pairs) -> list[np.ndarray]:
+  def arrange(self, model: Llama, pairs: peft_files.Pairs) -> list[np.ndarray]:
     """Take this matrix's A and B from an adapter's, and return them as they are stored. Raises InputError."""
     inner = self.b.in_features
     size, row = self.base.in_features, 0
@@ -114,7 +71,7 @@ class Adapter:
   """An adapter in the host's memory. salt: of the prefix cache, another one for each load."""
   def __init__(self, request: LoRARequest, model: Llama, adapted: list[AdaptedLinear]):
     self.request, self.salt = request, uuid.uuid4().bytes
-    pairs = read_adapter(request.lora_path, "lora_path")
+    pairs = peft_files.read_adapter(request.lora_path, "lora_path")
     if isinstance(model, layers.LlamaVariant): pairs = model.arrange(pairs)
     self.arrays = [x for layer in adapted for x in layer.arrange(model, pairs)]
     check(not pairs, f"lora_path={request.lora_path!r}: {next(iter(pairs), '')} is not a matrix of the model")
@@ -130,18 +87,18 @@ class Adapters:
     self.loaded: list[Adapter | None] = [None] * (config.max_loras + 1)   # the first is none
     self.of_sequence = weakref.WeakKeyDictionary[Sequence, Adapter]()
     dtype = getattr(dtypes, getattr(model.backend, "stored_dtype", ""), model.dtype)
+    flags = zeros(2**16)   # at most two of each tile of rows and part of K
     self.layers: list[AdaptedLinear] = []
     for layer, name, module in [(x, *item) for x in model.layers for item in vars(x).items()]:
-      if isinstance(module, matmul.FastLinear) and all(re.fullmatch(MATRIX, x) for x in module.sources):
-        self.layers.append(AdaptedLinear(module, len(self.loaded), config.max_lora_rank, dtype))
+      if isinstance(module, matmul.FastLinear) and all(re.fullmatch(peft_files.MATRIX, x) for x in module.sources):
+        self.layers.append(AdaptedLinear(module, len(self.loaded), config.max_lora_rank, dtype, flags))
         setattr(layer, name, self.layers[-1])
     self.tensors = [x.weight for layer in self.layers for x in (layer.a, layer.b)]
     check(self.layers, "enable_lora=True must be False: this backend or model has no matrices for adapters")
 
   def add(self, request: LoRARequest) -> Adapter:
     """Return an adapter, which is read unless its id is known. Any thread may call this. Raises InputError."""
-    adapter = self.known.get(request.lora_int_id)
-    if not adapter:
+    if not (adapter := self.known.get(request.lora_int_id)):
       with self.lock: adapter = self.known[request.lora_int_id] = Adapter(request, self.model, self.layers)
     check(adapter.request == request, f"lora_int_id={request.lora_int_id} is {adapter.request}: choose another id")
     return adapter
@@ -175,7 +132,8 @@ class LoRARunner(Runner):
   def __init__(self, adapters: Adapters, model: Llama, config: LLMConfig, num_bytes: int, logits: Logits | None = None):
     super().__init__(model, config, num_bytes, logits)
     self.adapters = adapters
-    self.table = zeros(self.config.max_num_seqs + 1)   # index of each slot's adapter
+    # Index of each slot's adapter, then the number of adapters of the step, and their indices
+    self.table = zeros(self.config.max_num_seqs + 2 + len(adapters.loaded))
     self.indices = np.zeros(self.table.shape, np.int32)   # its content
 
   def choose_key(self, key: GraphKey) -> GraphKey:
@@ -187,15 +145,18 @@ class LoRARunner(Runner):
   def launch(self, step: Step) -> Callable[[], Results]:
     of_sequence, loaded, before = self.adapters.of_sequence, self.adapters.loaded, self.indices.copy()
     for seq in step.computed: self.indices[seq.slot] = loaded.index(of_sequence.get(seq))
+    used = {int(self.indices[seq.slot]) for seq in step.computed} - {0}
+    self.indices[-1 - len(loaded):][:1 + len(used)] = [len(used), *used]
     if (self.indices != before).any(): upload(self.table, self.indices)
     return super().launch(step)
 
   def _compute(self, words: Tensor, key: GraphKey) -> list[Tensor]:
     if not (key.plan and key.plan.has_adapters): return super()._compute(words, key)
     slots = TOKENS.read(words[:TOKENS.num_words * key.num_tokens].reshape(-1, key.num_tokens))["slot"]
-    reset = groups.set(self.adapters.layers[0].a.group_rows(self.table[slots].reshape(-1, 1).contiguous()))
+    own, used = self.table[slots].contiguous(), self.table[-1 - len(self.adapters.loaded):]
+    reset = matmul.adapters.set((self.adapters.layers[0].a.group_rows(own), own.cat(used).contiguous()))
     try: return super()._compute(words, key)
-    finally: groups.reset(reset)
+    finally: matmul.adapters.reset(reset)
 
 
 def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner], num_bytes: int) -> tuple:

@@ -10,7 +10,7 @@ from tinyvllm_extra.kernels.cuda_source import has_wgmma, speaks_c
 from tinyvllm_extra.models import text_config
 from tinyvllm_extra.options import LLMConfig, optional, setup_logging
 
-from . import fit, gguf
+from . import fit, gguf, peft_files
 from .weights import FastCheckpoint
 
 # ORG/NAME, or for a GGUF model ORG/NAME:TYPE or ORG/NAME:FILE. A name that ends with .gguf is a path
@@ -82,9 +82,10 @@ def local_path(model: str | pathlib.Path, config: LLMConfig = LLMConfig()) -> pa
     raise RuntimeError("{prefix}: the download failed, repeat it to continue: {reason}".format(**fields)) from e
 
 
-def open_checkpoint(path: pathlib.Path, quantization: str | None = None, activations: str = "auto") -> FastCheckpoint:
+def open_checkpoint(path: pathlib.Path, quantization: str | None = None, activations: str = "auto",
+                    adapter: str | None = None) -> FastCheckpoint:
   """Open a folder in Hugging Face's layout or a GGUF file. quantization: LLM's option. activations: its
-  activation_quantization. Raises InputError for anything else."""
+  activation_quantization. adapter: its merge_lora. Raises InputError for anything else."""
   is_gguf = path.suffix == ".gguf" and not path.is_dir()
   checkpoint = gguf.GGUFCheckpoint(path) if is_gguf else FastCheckpoint(path)
   checkpoint.hf_config = text_config(checkpoint.hf_config)
@@ -94,6 +95,7 @@ def open_checkpoint(path: pathlib.Path, quantization: str | None = None, activat
   check(activations != "fp8" or checkpoint.method in ("fp8", "compressed-tensors"),
         "activation_quantization='fp8' needs an fp8 checkpoint: use 'auto'")
   checkpoint.activations = activations
+  if adapter: checkpoint.adapter = peft_files.read_adapter(adapter, "merge_lora")
   return checkpoint
 
 

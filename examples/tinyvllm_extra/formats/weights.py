@@ -75,7 +75,7 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights):
   method = property(lambda self: self.quantization_config.get("quant_method"))
   tensors: Any                       # those that no module has read yet, by the names of the model's modules
   take: Any = llama.Checkpoint.read  # name, *shape -> StoredTensor: removes and returns a tensor
-  adapter: dict[str, tuple[np.ndarray, np.ndarray]] = {}   # A and B of matrices to merge, see adapters/lora.py
+  adapter: dict[str, tuple[np.ndarray, np.ndarray]] = {}   # A and B of matrices to merge, see peft_files.py
 
   def tokenizer(self) -> ChatTokenizer: return load_tokenizer(self.path)
 

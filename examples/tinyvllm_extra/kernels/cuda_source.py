@@ -15,9 +15,9 @@ from .schedule import call
 TYPES = {dtypes.half: "f16", dtypes.bfloat16: "bf16"}   # PTX's names
 # Types of operands by name. HAS_... tells a source whether a kernel has the operand, else a constant has its name
 OPERANDS = {name: kind for kind, names in {
-  "char*": "out scratch", "const char*": "weight x q keys values", "float*": "partial logs",
+  "char*": "out scratch ax", "const char*": "weight x q keys values a b", "float*": "partial logs",
   "const float*": "scales sinks bias goals", "unsigned*": "flags", "const unsigned*": "scale offset",
-  "const int*": "table tokens row_groups"}.items() for name in names.split()}
+  "const int*": "table tokens row_groups adapters"}.items() for name in names.split()}
 
 
 # Whether kernels are compiled from CUDA C++ and may have dynamic shared memory, which DEV=NV does not support

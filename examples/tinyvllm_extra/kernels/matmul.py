@@ -12,6 +12,7 @@ from tinygrad.uop.ops import AxisType, sint
 
 from tinyvllm.backend import TOKENS, GateUp, Linear, Norm, cpu_cores
 from tinyvllm.llama import Checkpoint
+from tinyvllm_extra.models.layers import group_rows
 from tinyvllm_extra.models.matrices import (STORED, UNQUANTIZED, Matrix, Quantized, narrow, pack_numbers,
                                             prepare_scales, reorder, scales_shape, stored_shape, stored_weights)
 
@@ -22,13 +23,14 @@ from .schedule import axis, call, divisor, end, fold, kernel_of, lane_axis, unro
 
 ACTIVATIONS = {"": "x", "silu": "x / (1 + __expf(-(x)))",   # by method of Tensor
                "gelu": "x / (1 + __expf(x * (-1.5957691f - 0.0713548f * x * x)))"}
-MAX_SPLITS = 8   # maximum split-K of linear.cu
 LARGE = 2**25    # numbers of a W for which wgmma.cu is the fastest from 64 rows on, with x in e4m3
 SHARED_BYTES = 230400   # shared memory of a Hopper multiprocessor, less the barriers
 COUNT = TOKENS.num_words + 1   # row of `tokens` that holds the number of tokens, see attention.add_query_tiles
 # The tokens of the step whose layers are traced, see attention.add_query_tiles. Products skip rows of padding, so
 # that the graph of a large step runs smaller ones in less time
-current: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("current", default=None)
+current = contextvars.ContextVar[Tensor | None]("current", default=None)
+# LoRA's adapters of those tokens: see FastExperts.group_rows, and `adapters` of linear.cu
+adapters = contextvars.ContextVar[tuple[Tensor, Tensor] | None]("adapters", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Tiles:
 
   outputs = property(lambda self: 16 * self.n_tiles * self.wide)
   rows = property(lambda self: 8 * self.t_tiles * self.high)
+
+  def grid(self, sizes: dict[str, int]) -> tuple[int, int, int]:
+    """Return the numbers of work groups of linear.cu. sizes: see sizes_of."""
+    outputs = sizes["N"] // self.outputs - -sizes["ADAPTERS"] * sizes["RANK"] // self.outputs
+    return -(-sizes["NUM_ROWS"] // self.rows) * sizes["NUM_GROUPS"], outputs, self.splits
 
 
 # The first ones with a fitting number of work groups are used, those for few rows also if there are fewer than their
@@ -71,6 +78,7 @@ class FastLinear(Linear):
   has_8bit_inputs = False   # linear.c quantizes x to int8
   has_e4m3_inputs = False   # products of at least 64 rows are in e4m3, see wgmma.cu
   adds = False   # its products to `total`, in place: B of LoRA
+  lora: dict[str, Tensor] | None = None   # operands of linear.cu, if that computes LoRA's products: a, b and flags
 
   def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType, axis: int = 0,
                num_experts: int = 1):
@@ -82,9 +90,7 @@ class FastLinear(Linear):
     if bias: self.bias = Tensor.empty(self.out_features, dtype=dtypes.float32)
     self.scales: dict[str, Tensor] = {}   # scale and offset of a quantized W
 
-  def ordered(self, w: np.ndarray) -> np.ndarray:
-    """Return the rows of W, or of its scales, in the order for `reorder`."""
-    return w
+  def ordered(self, w: np.ndarray) -> np.ndarray: return w   # the rows of W, or of its scales, in the order for reorder
 
   def load(self, checkpoint: Checkpoint) -> None:
     """Read W and the bias, one shard per device, into their stored layout."""
@@ -164,24 +170,8 @@ class FastGateUp(GateUp, FastLinear):
 class FastExperts(FastLinear):
   """Matrices of several experts, stacked in one W in stored layout. sources: the first expert's, the second's, ..."""
   def group_rows(self, ids: Tensor) -> Tensor:
-    """Return row_groups for kernels (see linear_kernel), sorted by expert: (G, 1 + rows) int32, each group's expert and
-    up to `rows` pairs of it, P for none. With few pairs, each has its own group. ids: (T, k) int32, the experts of each
-    token, whose P = T * k pairs are numbered in this order."""
-    experts = ids.flatten()                                             # (P,)
-    num_pairs, count = experts.max_shape[0], self.num_experts
-    if num_pairs <= count: return experts.reshape(-1, 1).contiguous()
-    rows = SUMS if cpu_cores() else (8, 32)[num_pairs > 16 * count]   # few or many rows of each expert
-    num_groups = (num_pairs + count * (rows - 1)) // rows               # at most
-    expert, pair = Tensor.arange(count), Tensor.arange(num_pairs)
-    def sums(x: Tensor) -> Tensor: return x.sum(1, dtype=dtypes.int32)
-    groups = ((sums(experts == expert.unsqueeze(1)) + rows - 1) // rows).contiguous()   # (E,), of each expert
-    before = sums((expert < experts.unsqueeze(1)).where(groups, 0))     # (P,), groups of earlier experts
-    rank = sums((experts == experts.unsqueeze(1)) & (pair < pair.unsqueeze(1)))   # (P,), earlier pairs of the expert
-    place = (before * rows + rank).contiguous()                         # (P,), a pair's place in the groups
-    places = Tensor.arange(num_groups * rows).unsqueeze(1)
-    targets = (sums((place == places).where(pair - num_pairs, 0)) + num_pairs).reshape(-1, rows).contiguous()
-    group_experts = experts[targets[:, :1].minimum(num_pairs - 1)]      # (G, 1), of a group without pairs: any
-    return group_experts.cat(targets, dim=1).contiguous()
+    """Return row_groups for this device's kernels, see layers.group_rows. ids: the experts of each token, (T, k)."""
+    return group_rows(ids.flatten(), self.num_experts, (SUMS, SUMS) if cpu_cores() else (8, 32))
 
 
 # Whether linear.c can read W, and multiply it by x
@@ -207,13 +197,13 @@ def candidates(layer: FastLinear, x: Tensor, row_groups: Tensor | None = None) -
     least = 64 if layer.has_e4m3_inputs and N * K >= LARGE else 128   # rows for which wgmma.cu is the fastest
     fitting = [x for x in WGMMA if x.rows >= least and T % x.rows == 0 == K % 64]
     if fitting and layer.flags is not None: return "", fitting
-    if layer.axis == 1 and layer.bias is None: limit = math.gcd(K // 32, MAX_SPLITS)
+    if layer.axis == 1 and layer.bias is None: limit = math.gcd(K // 32, 8)   # maximum split-K
 
   def fits(x: Tiles, any_blocks: bool = False) -> bool:
     has_memory = layer.flags is not None or x.max_groups != 132   # Hopper's
     fits_rows = min(T, 64) <= x.rows < 2 * max(T, 8) if x in few else T % x.rows == 0
-    blocks = -(-T // x.rows) * num_groups * (N // x.outputs) * x.splits
-    return has_memory and fits_rows and N % x.outputs == 0 and (any_blocks or x.min_groups <= blocks <= x.max_groups)
+    fits_blocks = any_blocks or x.min_groups <= math.prod(x.grid(sizes)) <= x.max_groups
+    return has_memory and fits_rows and N % x.outputs == 0 and fits_blocks
   many, few = [TABLES[f"{rows} {'quantized' if layer.scales else 'floats'}"] for rows in ("many", "few")]
   short = [Tiles(4, max(1, T // 8), 4, 1, 2, 0)] if row_groups is not None and K <= 64 else []   # for LoRA's B
   tiles = short + [dataclasses.replace(x, splits=n) for x in many for n in range(1, limit + 1) if limit % n == 0] + few
@@ -227,11 +217,12 @@ def sizes_of(layer: FastLinear, x: Tensor, row_groups: Tensor | None, count: int
   FastLinear.multiply."""
   (T, K), scale, numbers = x.max_shape, layer.scales.get("scale"), layer.number_format
   num_groups, row_group = (1, 0) if row_groups is None else row_groups.max_shape
+  tiles, rank = layer.lora["b"].max_shape[:2] if layer.lora and adapters.get() else (0, 1)   # of 16 and 32
   return {"T": T, "K": K, "N": layer.out_features // layer.num_experts, "EXPERTS": layer.num_experts,
           "NUM_GROUPS": num_groups, "ROW_GROUP": row_group, "NUM_ROWS": max(1, row_group - 1) if row_group else T,
           "GROUPS": 1 if scale is None else scale.max_shape[1], "BITS": numbers.bits,
           "ZERO_POINT": numbers.zero_point, "IS_FLOAT": int(numbers.is_float), "ADDS": int(layer.adds),
-          "ROWS_OUT": count or T}
+          "ROWS_OUT": count or T, "ADAPTERS": max(1, 16 * tiles // layer.out_features) - 1, "RANK": 32 * rank}
 
 
 def multiply(layer: FastLinear, out: Tensor, x: Tensor, tiles: Tiles | None, activation: str,
@@ -248,7 +239,7 @@ def multiply(layer: FastLinear, out: Tensor, x: Tensor, tiles: Tiles | None, act
     "ACTIVATED(x)": ACTIVATIONS[activation], "TYPE": f'"{cuda_source.TYPES.get(x.dtype, "f16")}"',   # in PTX
     "ROWS_OF_STEP": sizes["NUM_ROWS"] if tokens is None else f"tokens[{COUNT * T}]"}   # without padding
   if tiles is None: launch, scratch = launch_c(layer, x, sizes, definitions)
-  elif tiles.buffers or layer.flags is None: launch, scratch = launch_linear(sizes, definitions, tiles), {}
+  elif tiles.buffers or layer.flags is None: launch, scratch = launch_linear(layer, x, sizes, definitions, tiles)
   else:
     is_e4m3, num_flags = layer.has_e4m3_inputs, int(layer.flags.shape[0])   # eight of each block
     definitions |= {"ROWS": tiles.rows, "IS_E4M3": int(is_e4m3)}
@@ -282,17 +273,20 @@ def launch_c(layer: FastLinear, x: Tensor, sizes: dict[str, int],
   return cuda_source.Launch(name, "linear.c", definitions | own, (cores, 1, 1)), {"scratch": scratch}
 
 
-def launch_linear(sizes: dict[str, int], definitions: dict[str, object], tiles: Tiles) -> cuda_source.Launch:
-  """Return the launch of linear.cu."""
+def launch_linear(layer: FastLinear, x: Tensor, sizes: dict[str, int], definitions: dict[str, object],
+                  tiles: Tiles) -> tuple[cuda_source.Launch, dict[str, Tensor]]:
+  """Return the launch of linear.cu, and LoRA's operands by name."""
   N, K, bits = sizes["N"], sizes["K"], sizes["BITS"]
   row_tiles, sets = -(-sizes["NUM_ROWS"] // tiles.rows), max(1, sizes["GROUPS"] * 32 // K)
   buffer = tiles.rows * 64 + tiles.outputs * 4 * (bits + (bits < 16) * sets)   # bytes
   ring = max(tiles.buffers * buffer, tiles.rows * tiles.outputs * 4 * (tiles.deep > 1))   # finally holds sums
   own = {**{name.upper(): n for name, n in vars(tiles).items()}, "ROWS": tiles.rows, "OUTPUTS": tiles.outputs,
          "BUFFER": buffer, "RING": ring, "ROW_TILES": row_tiles}
-  blocks = row_tiles * sizes["NUM_GROUPS"], N // tiles.outputs, tiles.splits
-  threads = 32 * tiles.wide * tiles.high * tiles.deep
-  return cuda_source.Launch(f"linear_{N}_{K}", "linear.cu", definitions | own, blocks, threads, tiles.deep * ring)
+  blocks, threads = tiles.grid(sizes), 32 * tiles.wide * tiles.high * tiles.deep
+  launch = cuda_source.Launch(f"linear_{N}_{K}", "linear.cu", definitions | own, blocks, threads, tiles.deep * ring)
+  if not (layer.lora and (step := adapters.get())): return launch, {}
+  ax = new(x, tiles.splits * sizes["T"], sizes["ADAPTERS"] * sizes["RANK"])
+  return launch, {**layer.lora, "ax": ax, "adapters": step[1]}
 
 
 @functools.cache

@@ -24,6 +24,9 @@ DEVICE void copy_async(void* to, const void* from, int bytes = 16, bool is_neede
 }
 DEVICE void commit_copies() { PTX("cp.async.commit_group;" ::); }
 template <int PENDING> DEVICE void wait_for_copies() { PTX("cp.async.wait_group %0;" :: "n"(PENDING)); }
+// Counts up, with all that the thread wrote before, and reads such a count
+DEVICE void count(u32* p) { PTX("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(p)); }
+DEVICE u32 read_flag(u32* p) { u32 x; PTX("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p)); return x; }
 DEVICE float power_of_2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float float_of(u16 half) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(half)); return y; }
 DEVICE u32 pack(float low, float high) {
@@ -61,18 +64,19 @@ template <bool RAW = false> DEVICE void load_weights(u32 (*w)[4], const char* fr
     if (TYPE[0] == 'b') y = pack(float_of(y), float_of(y >> 16));
   }
 }
-// Stores the sums of 8 rows, those before `end`, and 16 outputs, plus bias; of a GateUp its activations
-template <class Row> DEVICE void store(char* out, const float* sums, const float* bias, int n16, Row row, int end) {
-  const int lane = threadIdx.x % 32, odd = lane % 2, r = row(lane / 4);
+// Stores the sums of 8 rows, those before `end`, and 16 outputs, plus bias; of a GateUp its activations. IS_AX: of a
+template <bool IS_AX = false, class Row>
+DEVICE void store(char* out, const float* sums, const float* bias, int n16, Row row, int end) {
+  const int lane = threadIdx.x % 32, odd = lane % 2, r = row(lane / 4), width = IS_AX ? ADAPTERS * RANK : N;
   float d[4];
   UNROLL for (int e = 0; e < 4; e++) {
     const int column = IS_GATED ? e / 2 * (N / 2) + n16 * 8 + lane / 4 : n16 * 16 + e / 2 * 8 + lane / 4;
     const int own = row(lane % 4 * 2 + e % 2);
-    d[e] = sums[e] + (HAS_BIAS ? bias[column] : 0);
+    d[e] = sums[e] + (HAS_BIAS && !IS_AX ? bias[column] : 0);
     if (IS_FLOAT32 && own < end) ((float*)out)[(size_t)own * N + column] = d[e];
   }
   if (IS_FLOAT32) return;
-  if (IS_GATED) {
+  if (IS_GATED && !IS_AX) {
     const u32 both = transposed(pack(ACTIVATED(d[0]) * d[2], ACTIVATED(d[1]) * d[3]));
     if (r < end) ((u32*)out)[(size_t)r * (N / 4) + n16 * 4 + lane % 4] = both;
     return;
@@ -81,7 +85,7 @@ template <class Row> DEVICE void store(char* out, const float* sums, const float
   const u32 other = __shfl_xor_sync(~0u, odd ? low : high, 1);   // neighbours exchange halves: whole sectors
   const uint2 four = odd ? make_uint2(other, high) : make_uint2(low, other);
   auto sum = [](u32 a, u32 b) { return ADDS ? pack(number(a, 0) + number(b, 0), number(a, 1) + number(b, 1)) : a; };
-  uint2* const to = (uint2*)out + ((size_t)r * N + n16 * 16 + lane % 4 / 2 * 4 + odd * 8) / 4;
+  uint2* const to = (uint2*)out + ((size_t)r * width + n16 * 16 + lane % 4 / 2 * 4 + odd * 8) / 4;
   if (r < end) *to = make_uint2(sum(four.x, to->x), sum(four.y, to->y));
 }
 #endif

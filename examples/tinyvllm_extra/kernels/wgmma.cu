@@ -23,8 +23,6 @@ DEVICE void load_e4m3(u32 (&w)[4], const char* from) {
   UNROLL for (int j = 0; j < 4; j++)
     w[j] = __byte_perm(j < 2 ? q.x : q.z, j < 2 ? q.y : q.w, j % 2 ? 0x7531 : 0x6420);
 }
-DEVICE void publish(u32* p) { PTX("st.release.gpu.global.u32 [%0], 1;" :: "l"(p)); }
-DEVICE u32 is_published(u32* p) { u32 x; PTX("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p)); return x; }
 
 extern "C" __global__ void __launch_bounds__(384, 1) NAME(ARGUMENTS) {
   char* const stages = memory + (-address(memory) & 1023);
@@ -100,12 +98,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) NAME(ARGUMENTS) {
       UNROLL for (int i = 0; i < ROWS / 2; i++) __stcg(own + i * 256, sums[i]);
       __threadfence();
       __syncwarp();
-      if (lane == 0) publish(flags + blockIdx.x * 8 + warp);
+      if (lane == 0) count(flags + blockIdx.x * 8 + warp);
       continue;
     }
     for (int peer = blockIdx.x - 1; peer >= (int)blockIdx.x - sharers + 1 && k0 > 0; peer--) {
       u32* const flag = flags + peer * 8 + warp;
-      while (!is_published(flag)) {}
+      while (!read_flag(flag)) {}
       __syncwarp();
       own -= ROWS * 128;
       UNROLL for (int i = 0; i < ROWS / 2; i++) sums[i] += __ldcg(own + i * 256);

@@ -193,6 +193,26 @@ def choose_experts(logits: Tensor, k: int, is_normalized: bool) -> tuple[Tensor,
   return ids.contiguous(), weights.contiguous()
 
 
+def group_rows(ids: Tensor, count: int, sizes: tuple[int, int]) -> Tensor:
+  """Return row_groups (see matmul.linear_kernel), sorted by expert: (G, 1 + rows) int32, each group's expert and up to
+  `rows` pairs of a token and an expert, P for none. With few pairs, each has its own group. ids: (P,) int32, the
+  expert of each pair. count: E. sizes: `rows` for few and for many pairs."""
+  num_pairs = ids.max_shape[0]
+  if num_pairs <= count: return ids.reshape(-1, 1).contiguous()
+  rows = sizes[num_pairs > 16 * count]
+  num_groups = (num_pairs + count * (rows - 1)) // rows                 # at most
+  expert, pair = Tensor.arange(count), Tensor.arange(num_pairs)
+  def sums(x: Tensor) -> Tensor: return x.sum(1, dtype=dtypes.int32)
+  groups = ((sums(ids == expert.unsqueeze(1)) + rows - 1) // rows).contiguous()   # (E,), of each expert
+  before = sums((expert < ids.unsqueeze(1)).where(groups, 0))           # (P,), groups of earlier experts
+  rank = sums((ids == ids.unsqueeze(1)) & (pair < pair.unsqueeze(1)))   # (P,), earlier pairs of the expert
+  place = (before * rows + rank).contiguous()                           # (P,), a pair's place in the groups
+  places = Tensor.arange(num_groups * rows).unsqueeze(1)
+  targets = (sums((place == places).where(pair - num_pairs, 0)) + num_pairs).reshape(-1, rows).contiguous()
+  group_experts = ids[targets[:, :1].minimum(num_pairs - 1)]            # (G, 1), of a group without pairs: any
+  return group_experts.cat(targets, dim=1).contiguous()
+
+
 class MixtureLayer(VariantLayer):
   """A transformer block with experts and, with config.has_shared_expert, an MLP for all tokens: see `mlp`."""
   def make_mlp(self) -> None:

@@ -1,6 +1,7 @@
 """The HTTP server: routes, the middleware in front of them, startup and shutdown. It listens before the
 model is loaded; requests get HTTP 503 until then."""
-import asyncio, contextlib, functools, hmac, logging, os, signal, socket, threading, time, typing, uuid
+import asyncio, base64, contextlib, functools, hashlib, hmac, logging, os, pathlib, signal, socket, threading, time
+import typing, uuid
 from collections.abc import Callable, Coroutine
 
 import fastapi, fastapi.middleware.cors as cors, fastapi.routing, pydantic, starlette.requests, uvicorn
@@ -14,12 +15,13 @@ from tinyvllm.config import InputError, JsonObject, logger
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.pooling.pooling_routes import PoolingServing
 
-from . import agents, answers, async_engine, chat_page, generation, prometheus, protocol
+from . import agents, answers, async_engine, generation, prometheus, protocol
 from .errors import ErrorJSON, RequestValidationError, StarletteHTTPException, explain
 from .server_config import ServerConfig
 
 QUIET_PATHS = {"/health", "/ping", "/load", "/metrics"}   # their requests are logged at level DEBUG
 OPEN_PATHS = {"/", "/debug", "/version", "/openapi.json", *QUIET_PATHS}   # need neither an API key nor a loaded model
+PAGE = pathlib.Path(__file__).with_name("page")
 MAX_HEADERS = 2**16   # maximum size of a request's headers in bytes
 Routes = dict[str, Callable[..., object]]   # functions by path
 
@@ -75,6 +77,18 @@ async def access_log(app: ASGIApp, options: ServerConfig, scope: Scope, receive:
     is_quiet = scope["path"].removeprefix(options.root_path) in quiet_paths
     if not options.disable_uvicorn_access_log:   # ascii: clients choose the path, which may contain line breaks
       logger.log(logging.DEBUG if is_quiet else logging.INFO, ascii(line)[1:-1])
+
+
+@functools.cache
+def chat_page() -> HTMLResponse:
+  """Return page/index.html with its style sheet and scripts, and a policy that allows only these scripts."""
+  index, style = ((PAGE / name).read_text("utf-8") for name in ("index.html", "page.css"))
+  scripts = [path.read_text("utf-8").replace("<!--", r"\x3C!--")   # in HTML, <!-- has a meaning
+             for folder in ("vendored", ".") for path in sorted((PAGE / folder).glob("*.js"))]
+  sources = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(x.encode()).digest()).decode()}'" for x in scripts)
+  tags = "".join(f"<script>{script}</script>\n" for script in scripts)
+  page = index.replace("HASHES", sources).replace("STYLES", style).replace("SCRIPTS", tags)
+  return HTMLResponse(page, headers={"Content-Security-Policy": "frame-ancestors 'none'"})   # meta cannot set it
 
 
 class BodyRoute(fastapi.routing.APIRoute):
@@ -137,7 +151,7 @@ class Server(uvicorn.Server):
       posts |= {"/v1/load_lora_adapter": serving.load_adapter, "/v1/unload_lora_adapter": serving.unload_adapter}
     for path, route in streams.items():   # first, as most requests are for them
       app.router.add_api_route(path, route, methods=["POST"], responses=events, route_class_override=BodyRoute)
-    app.get("/", response_class=HTMLResponse)(chat_page.chat_page)
+    app.get("/", response_class=HTMLResponse)(chat_page)
     app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
     for path, route in (reads | more).items(): app.get(path)(route)
     app.head("/health", include_in_schema=False)(self.health)
