@@ -37,8 +37,8 @@ from tinyvllm_extra.formats.weights import FastCheckpoint
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 from tinyvllm_extra import graph_policy, programs
 from tinyvllm_extra.kernels import make_backend
-from tinyvllm_extra.kernels.matmul import new_flags
-from tinyvllm_extra.kernels.matmul import FastLinear, scales_shape
+from tinyvllm_extra.kernels.matmul import FastLinear, new_flags, scales_shape
+from tinyvllm_extra.kernels.parallel import Stages
 from tinyvllm_extra.models.matrices import E4M3, NUMBER_FORMATS
 
 
@@ -69,7 +69,7 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
                       help="data type of activations, see LLM")
   parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto",
                       help="data type of the KV cache")
-  parser.add_argument("--tensor-parallel-size", type=positive, default=1, help="number of devices")
+  for x in ("tensor", "pipeline"): parser.add_argument(f"--{x}-parallel-size", type=positive, default=1, help="devices")
   parser.add_argument("--max-num-batched-tokens", type=positive, default=512, help="maximum tokens per step")
   parser.add_argument("--seed", type=int, default=0, help="seed of prompts and arrival times")
   return parser
@@ -113,8 +113,8 @@ def open_llm(args: argparse.Namespace, padded: bool = False, **options) -> LLM:
   if running := options.get("max_num_seqs"):
     options = {"max_num_batched_tokens": max(args.max_num_batched_tokens, running), **options}
   options = {"enable_prefix_caching": False, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype,
-             "activation_quantization": args.activation_quantization,
-             "tensor_parallel_size": args.tensor_parallel_size, **options}
+             "activation_quantization": args.activation_quantization, "tensor_parallel_size": args.tensor_parallel_size,
+             "pipeline_parallel_size": args.pipeline_parallel_size, **options}
   if args.layers is None and (args.model or not args.shape): return LLM(args.model, dtype=args.dtype, **options)
   with model_folder(hf_config(args)) as folder, random_weights(): return LLM(folder, dtype=args.dtype, **options)
 
@@ -158,6 +158,8 @@ _filled: dict[tuple, Tensor] = {}   # weights shared by consecutive engines
 def fill_weights(model: Llama, quantization: str | None, activations: str) -> None:
   """Fill norm weights with 1, biases with 0, quantized matrices with random bits, and all other weights with uniform
   noise (standard deviation 0.02)."""
+  if isinstance(model.devices, Stages):
+    model.devices.place(model, lambda modules: sum(x.nbytes() for x in nn.state.get_parameters(modules)))
   matrices = [x for layer in model.layers for x in vars(layer).values() if isinstance(x, FastLinear) and quantization]
   for matrix in matrices:
     plain = matrix.weight.shape
@@ -174,9 +176,9 @@ def fill_weights(model: Llama, quantization: str | None, activations: str) -> No
       levels = 2.0**(8 * unsigned.itemsize)
       noise = (_noise(math.prod(shape), 1, device) * levels).cast(unsigned) & mask % 2**(8 * unsigned.itemsize)
       return noise.bitcast(kind).reshape(shape).clone()
-    matrix.weight = _on_each(random_bits, model, "quantized", shape, kind).clone().realize()
+    matrix.weight = _on_each(random_bits, matrix.weight.device, "quantized", shape, kind).clone().realize()
     matrix.scales = {name: _on_each(lambda device, x=x, scales=scales: Tensor.full(
-      scales, x, dtype=dtypes.float16, device=device).clone(), model, "scales", scales, x)
+      scales, x, dtype=dtypes.float16, device=device).clone(), matrix.weight.device, "scales", scales, x)
       for name, x in ({"scale": 0.004, "offset": -0.03} if bits == 4 else {"scale": (0.0003, 12.8)[is_e4m3]}).items()}
   tensors = {id(tensor): (f"{i}.{name}", tensor) for i, module in enumerate(model.modules())
              for name, tensor in nn.state.get_state_dict(module).items()}
@@ -188,19 +190,18 @@ def fill_weights(model: Llama, quantization: str | None, activations: str) -> No
       if len(shape) == 1: return Tensor.full(shape, float(name.endswith("weight")), dtype=kind, device=device).clone()
       noise = (_noise(math.prod(shape), seed, device) - 0.5) * (0.02 * math.sqrt(12))
       return noise.reshape(shape).cast(kind).clone()   # without clone, every use recomputes arange
-    tensor.replace(_on_each(values, model, name, tensor.shape, kind))
+    tensor.replace(_on_each(values, tensor.device, name, tensor.shape, kind))
   for module in model.modules():
     if isinstance(module, FastLinear): module.flags = new_flags(module.weight.device)
 
 
-def _on_each(make: Callable[[str], Tensor], model: Llama, *key) -> Tensor:
-  """Return `make(device)` of all the model's devices as one tensor, cached by `key`."""
-  cache_key = (model.devices.names, *key)
-  if cache_key not in _filled:
-    tensors = [make(device).realize() for device in model.devices.names]
+def _on_each(make: Callable[[str], Tensor], device: str | tuple[str, ...], *key) -> Tensor:
+  """Return `make(name)` of each device as one tensor, cached by `key`. device: a tensor's."""
+  if (device, *key) not in _filled:
+    tensors = [make(name).realize() for name in ((device,) if isinstance(device, str) else device)]
     stack = tensors[0] if len(tensors) == 1 else Tensor(UOp.mstack(*[x.uop for x in tensors])).clone().realize()
-    _filled[cache_key] = stack
-  return _filled[cache_key]
+    _filled[device, *key] = stack
+  return _filled[device, *key]
 
 
 def _noise(n: int, seed: int, device: str) -> Tensor:

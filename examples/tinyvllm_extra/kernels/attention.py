@@ -364,5 +364,3 @@ def launch_attention(tensors: dict[str, Tensor], options: ScoreOptions, splits: 
     return Launch(f"attend_{T}", "attention_hopper.cu", definitions | cuda_source.wgmma(D), groups, 384, HOPPER_BYTES)
   shared_bytes = max(warps * rows * (D + 1) * 4, 2 * block_bytes * (STAGE if is_prefill else warps))
   return Launch(f"attend_{T}", "attention.cu", definitions, groups, 32 * warps, shared_bytes)
-
-

@@ -65,7 +65,7 @@ def function(name: str | None, **fields: object) -> JsonObject:
 def chat_request(body: Body, **fields: object) -> ChatCompletionRequest:
   """Return a chat with `fields` and with the body's CHAT_FIELDS. Raises InputError or RequestValidationError."""
   for name, remedy in TABLES["refused"][type(body).__name__].items():
-    check(not getattr(body, name), f"{name}={getattr(body, name)!r}: {remedy}")
+    check(not (x := getattr(body, name)) or (name, x) == ("n", 1), f"{name}={x!r}: {remedy}")
   options = {name: value for name, value in body if name in CHAT_FIELDS}
   try: return ChatCompletionRequest.model_validate({**options, **fields})
   except pydantic.ValidationError as error: raise errors.RequestValidationError(error.errors()) from error
