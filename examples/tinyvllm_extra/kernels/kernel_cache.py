@@ -70,7 +70,7 @@ class StoredStep(pickle.Pickler):
     self.stream = io.BytesIO()
     super().__init__(self.stream)
     self.numbers: dict[UOp, int] = {}
-    tables = [x for x in vars(runner).values() if isinstance(x, Tensor)]   # also those of subclasses
+    tables = [x for x in vars(runner).values() if isinstance(x, Tensor)]   # a subclass may have more
     self.dump([runner.backend, runner.model, runner.config, runner.logits, runner.kv_caches, runner.ropes, tables,
                words])
     self.path = folder.file(renderer(), self.stream.getvalue(), key, source_hash(), matmul.choices)

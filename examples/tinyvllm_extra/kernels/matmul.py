@@ -217,7 +217,7 @@ def sizes_of(layer: FastLinear, x: Tensor, row_groups: Tensor | None, count: int
   FastLinear.multiply."""
   (T, K), scale, numbers = x.max_shape, layer.scales.get("scale"), layer.number_format
   num_groups, row_group = (1, 0) if row_groups is None else row_groups.max_shape
-  tiles, rank = layer.lora["b"].max_shape[:2] if layer.lora and adapters.get() else (0, 1)   # of 16 and 32
+  tiles, rank = layer.lora["b"].max_shape[:2] if layer.lora and adapters.get() else (0, 1)   # 16 outputs, 32 ranks each
   return {"T": T, "K": K, "N": layer.out_features // layer.num_experts, "EXPERTS": layer.num_experts,
           "NUM_GROUPS": num_groups, "ROW_GROUP": row_group, "NUM_ROWS": max(1, row_group - 1) if row_group else T,
           "GROUPS": 1 if scale is None else scale.max_shape[1], "BITS": numbers.bits,
@@ -275,7 +275,7 @@ def launch_c(layer: FastLinear, x: Tensor, sizes: dict[str, int],
 
 def launch_linear(layer: FastLinear, x: Tensor, sizes: dict[str, int], definitions: dict[str, object],
                   tiles: Tiles) -> tuple[cuda_source.Launch, dict[str, Tensor]]:
-  """Return the launch of linear.cu, and LoRA's operands by name."""
+  """Return the launch of linear.cu, and LoRA's operands by name: none in steps without adapters."""
   N, K, bits = sizes["N"], sizes["K"], sizes["BITS"]
   row_tiles, sets = -(-sizes["NUM_ROWS"] // tiles.rows), max(1, sizes["GROUPS"] * 32 // K)
   buffer = tiles.rows * 64 + tiles.outputs * 4 * (bits + (bits < 16) * sets)   # bytes

@@ -64,7 +64,7 @@ template <bool RAW = false> DEVICE void load_weights(u32 (*w)[4], const char* fr
     if (TYPE[0] == 'b') y = pack(float_of(y), float_of(y >> 16));
   }
 }
-// Stores the sums of 8 rows, those before `end`, and 16 outputs, plus bias; of a GateUp its activations. IS_AX: of a
+// Stores the sums of 8 rows, those before `end`, and 16 outputs, plus bias; of a GateUp its activations. IS_AX: of LoRA
 template <bool IS_AX = false, class Row>
 DEVICE void store(char* out, const float* sums, const float* bias, int n16, Row row, int end) {
   const int lane = threadIdx.x % 32, odd = lane % 2, r = row(lane / 4), width = IS_AX ? ADAPTERS * RANK : N;

@@ -92,8 +92,8 @@ def patch_cuda() -> str | None:
 
 
 def required_nodes(graph: GraphRunner, access: Callable, _: object, write: list[int], new_dependency: object) -> list:
-  """Return the nodes that a CUDAGraph's next kernel waits for, less those that another one of them waits for. access:
-  tinygrad's method, which returns all of some buffers."""
+  """Return the nodes that a CUDAGraph's next kernel must wait for. A node is left out if another one waits for it.
+  access: tinygrad's method, which returns all nodes that use the given buffers."""
   nodes = access(graph, graph.calls[len(vars(graph)["nodes"])][2], write, new_dependency)
   waits = vars(graph).setdefault("waits", {})   # by id of a node: itself, the highest bit, and all that it waits for
   sets = [waits[id(node)] for node in nodes]
