@@ -5,20 +5,13 @@ import shutil
 from urllib.parse import urlsplit
 
 import pytest
+from helpers.data import DATA
 from helpers.engines import ENGINE
 from helpers.commands import flags
 from helpers.servers import LocalServer, wait_until
 from playwright.sync_api import expect, sync_playwright
 
-# A streamed answer that the test controls: enqueue(bytes)
-FEED = """() => {
-  const server = window.fetch
-  window.fetch = (path, options) => !options.signal ? server(path, options)
-    : Promise.resolve(new Response(new ReadableStream({start(controller) {
-      window.enqueue = data => controller.enqueue(new Uint8Array(data))
-      options.signal.addEventListener("abort", () => controller.error(options.signal.reason))
-    }})))
-}"""
+FEED = (DATA / "chat_page_feed.js").read_text()
 expect.set_options(timeout=60_000)
 
 

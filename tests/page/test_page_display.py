@@ -175,15 +175,7 @@ def test_streaming_keeps_open_reasoning_and_selection_and_resolves_links(page):
 
 def test_long_answer_is_not_rendered_for_every_chunk(page):
   page.stream()
-  page.tab.evaluate("""async () => {
-    window.renders = 0
-    new MutationObserver(() => renders++).observe(document.querySelector("[aria-label=Model] > div"), {childList: true})
-    for (let i = 0; i < 3000; i++) {
-      const event = {choices: [{delta: {content: `word ${i} of a **block** that grows\\n`}}]}
-      enqueue(new TextEncoder().encode(`data: ${JSON.stringify(event)}\\n\\n`))
-      await 0
-    }
-  }""")
+  page.tab.evaluate((DATA / "chat_page_chunks.js").read_text())
   page.feed()
   assert page.wait().count("word") == 3000
   assert 0 < page.tab.evaluate("renders") < 100
@@ -263,11 +255,7 @@ def test_every_control_is_reachable_with_the_keyboard(page):
   focused = []
   while focused.count("BODY") < 2:   # from the current focus to the end of the page, then once around
     page.tab.keyboard.press("Tab")
-    focused.append(page.tab.evaluate("""() => {
-      const x = document.activeElement
-      if (x === document.body) return "BODY"
-      return x.ariaLabel ?? (x.textContent.trim() || x.closest("label")?.textContent.trim())
-    }"""))
+    focused.append(page.tab.evaluate((DATA / "chat_page_focus.js").read_text()))
     assert len(focused) < 100
   assert {*CASES["controls"]} <= set(focused), focused
 
