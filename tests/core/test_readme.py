@@ -1,15 +1,14 @@
 """Documentation: the README is short, links and names of files are valid, and tables are up to date."""
 import hashlib
 import re
-from pathlib import Path
 
 import pytest
 from benchmarks import backends
+from helpers.commands import ROOT
 from test_size import BENCHMARK_LINES, ROOMS, TEST_LINES
 
 from tinyvllm_extra.serving.app import chat_page
 
-ROOT = Path(__file__).parents[2]
 PAGES = [page for page in sorted(ROOT.rglob("*.md"))
          if not any(part.startswith(".") or part == "site-packages" for part in page.relative_to(ROOT).parts)]
 PAGE = ROOT / "tests" / "README.md"
@@ -33,7 +32,7 @@ def test_picture_shows_the_present_chat_page():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_have_targets(page):
+def test_links_have_targets_and_named_python_files_exist(page):
   def anchors(text): return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
                              for title in re.findall(r"^#+ (.*)$", text, re.M)}
   links = re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)", page.read_text())
@@ -41,6 +40,10 @@ def test_links_have_targets(page):
     target = page.parent / name if name else page
     assert target.exists(), name
     assert not anchor or target.suffix == ".py" or anchor in anchors(target.read_text()), (name, anchor)
+  if page.name == "LOG.md": return   # names files of its time
+  files = [f"/{path}" for folder in ("tinyvllm", "examples", "tests") for path in (ROOT / folder).rglob("*.py")]
+  for name in re.findall(r"`([\w/]+\.py)\b", page.read_text()):
+    assert name == "models/NAME.py" or any(path.endswith(f"/{name}") for path in files), name
 
 
 def test_links_to_lines_of_the_tour_are_definitions():
@@ -50,14 +53,6 @@ def test_links_to_lines_of_the_tour_are_definitions():
   for name, path, number in links:
     line = (page.parent / path).read_text().splitlines()[int(number) - 1]
     assert re.match(rf" *(def|class) {name.rpartition('.')[2]}\b", line), (name, line)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_named_python_files_exist(page):
-  if page.name == "LOG.md": return   # names files of its time
-  files = [f"/{path}" for folder in ("tinyvllm", "examples", "tests") for path in (ROOT / folder).rglob("*.py")]
-  for name in re.findall(r"`([\w/]+\.py)\b", page.read_text()):
-    assert name == "models/NAME.py" or any(path.endswith(f"/{name}") for path in files), name
 
 
 def test_readmes_name_the_ceilings_of_rooms_and_tests():
