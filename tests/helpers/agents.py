@@ -30,9 +30,9 @@ protocol.sampling_params = scripted
 SMALL = {**ENGINE, "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 8}
 
 
-def start(folder, *flags, template=TEMPLATE, server=LocalServer, **options):
+def start(folder, *flags, server=LocalServer, **options):
   """Start a LocalServer or a Server of a tiny model whose template is TEMPLATE, and which reasons in <think>."""
-  tiny_model(folder, words=True, max_position_embeddings=1024, chat_template=template)
+  tiny_model(folder, words=True, max_position_embeddings=1024, chat_template=TEMPLATE)
   small = [x for name, value in SMALL.items() for x in ("--" + name.replace("_", "-"), value)]
   return server(folder, *small, "--reasoning-parser", "qwen3", "--served-model-name", "tiny", *flags, **options)
 

@@ -11,7 +11,7 @@ from helpers.servers import checked
 
 KEY = "secret"
 TOOL = {"name": "weather", "description": "of a city", "input_schema": WEATHER["parameters"]}
-USER = {"role": "user", "content": "hello"}
+USER, CHOICES = {"role": "user", "content": "hello"}, read_data("server_cases.json")["tool choices"]
 SCHEMA = {**WEATHER["parameters"], "x-guidance": {"whitespace_flexible": False}}
 # Fields that differ between two equal messages, or that only the package's stream has
 DIFFERENT = {"id": True, "usage": {"input_tokens", "cache_read_input_tokens"},
@@ -79,8 +79,7 @@ def test_thinking_block_precedes_text(answer):
   assert (thinking.thinking, text.text) == ("it is red", "a rose") and thinking.signature
 
 
-@pytest.mark.parametrize("choice", [{"type": "auto"}, {"type": "any", "disable_parallel_tool_use": True},
-                                    {"type": "tool", "name": "weather"}], ids=lambda x: x["type"])
+@pytest.mark.parametrize("choice", CHOICES["/v1/messages"], ids=str)
 def test_tool_use(answer, choice):
   is_auto = choice["type"] == "auto"
   server_tool = {"type": "web_search_20250305", "name": "web_search"}
@@ -184,8 +183,7 @@ def test_reasoning_item_precedes_message(respond):
   assert [(x.type, x.content[0].text) for x in items] == [("reasoning", "it is red"), ("message", "a rose")]
 
 
-@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "weather"}, {
-  "type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}], ids=str)
+@pytest.mark.parametrize("choice", CHOICES["/v1/responses"], ids=str)
 def test_function_call(respond, choice):
   response = respond("I look: " + HERMES if choice == "auto" else None, tools=[WEATHER, {"type": "web_search"}],
                     tool_choice=choice, parallel_tool_calls=False)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from helpers.data import read_data
-from helpers.protocol import CHATS, COMPLETIONS, SMALL, answer
+from helpers.protocol import CHATS, COMPLETIONS, MESSAGES, SMALL, answer
 from helpers.commands import flags
 from helpers.servers import LocalServer, checked, error_of, stream
 
@@ -12,8 +12,7 @@ from tinyvllm import SamplingParams
 
 CASES = read_data("server_cases.json")
 GREEDY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
-MESSAGES = [{"role": "user", "content": "the cat"}]
-ROUTES = {COMPLETIONS: {"prompt": "the cat", **GREEDY}, CHATS: {"messages": MESSAGES, **GREEDY}}
+ROUTES = {COMPLETIONS: {"prompt": "the cat", **GREEDY}, CHATS: {"messages": MESSAGES[-1:], **GREEDY}}
 both_routes = pytest.mark.parametrize("path", ROUTES)
 
 
@@ -124,7 +123,7 @@ def test_truncate_prompt_tokens_of_chat_and_minus_1_fit_the_context(server):
     assert ask(server, path, **fields)["usage"]["prompt_tokens"] == num
 
 
-CONTINUED = [*MESSAGES, {"role": "assistant", "content": "sat on"}]
+CONTINUED = [MESSAGES[-1], {"role": "assistant", "content": "sat on"}]
 
 
 @pytest.mark.parametrize("messages,options,echo,role", CASES["echoed"])
@@ -180,7 +179,7 @@ def test_tokenize_takes_template_fields(server, fields, text):
 
 @pytest.mark.parametrize("path,body", [
   *ROUTES.items(), ("/generate", ROUTES[COMPLETIONS]), ("/v1/responses", {"input": "the cat", "max_output_tokens": 2}),
-  ("/v1/messages", {"messages": MESSAGES, "max_tokens": 2})])
+  ("/v1/messages", {"messages": MESSAGES[-1:], "max_tokens": 2})])
 def test_cache_salt_separates_prefixes_in_each_route(server, path, body):
   text = f"{path[1:]} and some words that fill a few blocks"
   own = {"prompt": text, "messages": [{"role": "user", "content": text}], "input": text}

@@ -2,7 +2,7 @@
 data/invalid_requests.json."""
 
 import pytest
-from helpers.agents import TEMPLATE, start
+from helpers.agents import start
 from helpers.data import read_data
 from helpers.invalid_requests import VALID, check_refused, refused_requests
 from helpers.servers import checked
@@ -11,10 +11,7 @@ RENDERED = [(path, body, prompt) for path, rows in read_data("rendered_requests.
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-  template = TEMPLATE + ("{% if enable_thinking is defined %}thinking {{ enable_thinking }}{% endif %}"
-                         "{{ documents[0].text if documents }}")
-  yield from checked(start(tmp_path_factory.mktemp("bodies"), template=template))
+def server(tmp_path_factory): yield from checked(start(tmp_path_factory.mktemp("bodies")))
 
 
 @pytest.mark.parametrize("path,body,prompt", RENDERED, ids=lambda x: str(x)[:60])

@@ -32,17 +32,12 @@ def test_metrics_count_finish_reasons_per_choice_and_times_per_prompt(server, st
   body = {"prompt": ["the cat", "hello"], "n": 3, "max_tokens": 4, "ignore_eos": True, "seed": 1}
   ask = stream if streamed else type(server).post
   increase = increases(server, lambda: ask(server, "/v1/completions", body))
-  parts = [f"request_{name}_time_seconds" for name in ("queue", "prefill", "decode", "inference")]
-  times = ["time_to_first_token_seconds", "e2e_request_latency_seconds", *parts]
-  sizes = ("prompt_tokens", "generation_tokens", "params_max_tokens", "params_n")
-  names = [*times, *(f"request_{name}" for name in sizes)]
-  assert {name: increase[f"{name}_count"] for name in names} == dict.fromkeys(names, 2)
+  times, sizes = CASES["histograms of a prompt"]
+  assert {name: increase[f"{name}_count"] for name in times + sizes} == dict.fromkeys(times + sizes, 2)
   latency, queue, prefill, decode, inference = [increase[f"{name}_sum"] for name in times[1:]]
   assert min(queue, prefill, decode) > 0 and inference == pytest.approx(prefill + decode)
   assert latency == pytest.approx(queue + prefill + decode)
-  assert increase.items() >= {
-    "request_success_total{finished_reason=length}": 6, "request_params_n_sum": 6, "request_params_max_tokens_sum": 8,
-    "generation_tokens_total": 24, "request_generation_tokens_sum": 24}.items()
+  assert increase.items() >= CASES["increases"].items()
   assert increase["prompt_tokens_total"] == increase["request_prompt_tokens_sum"] > 0
   assert increase["inter_token_latency_seconds_count"] == 24 - 2, "a prompt's first token has no interval"
   assert increase["inter_token_latency_seconds_bucket{le=+Inf}"] == 24 - 2

@@ -30,11 +30,7 @@ def server(tmp_path_factory): yield from checked(start(tmp_path_factory.mktemp("
 def thinking_server(tmp_path_factory):
   """A server for a reasoning model: its template cannot render tools, and opens reasoning if `is_open` is set."""
   folder = tiny_model(tmp_path_factory.mktemp("thinking"), words=True, max_position_embeddings=1024)
-  template = ("{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
-              "{% if is_open is defined %}<think>\n{% endif %}")
-  last = json.loads((folder / "config.json").read_text())["vocab_size"] - 1
-  config = {"chat_template": template, "added_tokens_decoder": {last: {"content": "<think>", "special": True}}}
-  (folder / "tokenizer_config.json").write_text(json.dumps(config))
+  (folder / "tokenizer_config.json").write_text(json.dumps(CASES["reasoning tokenizer"]))
   yield from checked(LocalServer(folder, *flags(**SMALL), "--tool-call-parser", "hermes", "--enable-auto-tool-choice"))
 
 
