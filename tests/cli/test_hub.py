@@ -22,9 +22,8 @@ from tinyvllm_extra.formats.hub import local_path, match_name, served_name
 from tinyvllm_extra.options import LLMConfig
 
 GIB = 2**30
-UNUSED = ["README.md", "pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth",
-          "onnx/model.onnx", "original/model.safetensors", "adapter_model.safetensors", "2_Dense/config.json"]
-CASES = read_data("hub.json")   # files of a name, errors, names
+CASES = read_data("hub.json")   # files of a name, unused files of a repository, errors, names
+UNUSED = CASES["unused"]
 PARTS = [f"BF16/tiny-BF16-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
 
 

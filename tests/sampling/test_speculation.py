@@ -7,7 +7,8 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from helpers.engines import ENGINE, check_invariants, greedy, ids_of, prompt, run_to_end, sampled, tokens
+from helpers.engines import (ENGINE, assert_all_blocks_freed, check_invariants, greedy, ids_of, prompt, run_to_end,
+                             sampled, tokens)
 from helpers.faults import Failed, add_fault, break_steps, step
 from helpers.hash_model import HalfRightModel, HashDevice, HashModel
 from helpers.models import VOCAB, tiny_model
@@ -231,8 +232,7 @@ def engines(words_folder, tmp_path_factory):
 def engine(engines, monkeypatch, request):
   engine = engines["n-grams"]
   monkeypatch.setattr(engine.runner, "is_async", request.param == "overlapped")
-  yield engine
-  for name in list(engine.requests): engine.abort_request(name)   # so that only the failed test fails
+  with assert_all_blocks_freed(engine): yield engine
 
 
 @pytest.mark.parametrize("source, overlaps", [("n-grams", True), *slow(("n-grams", False)), ("own model", False),
@@ -273,4 +273,3 @@ def test_stop_within_drafts_ends_text(plain, engine, monkeypatch, field):
   count = Counts(engine)
   for p in params[::3]: engine.generate(jobs[:1], p, False)
   assert count()[1] == count()[2] > 20, "drafts after the end are not counted"
-  check_invariants(engine)

@@ -107,9 +107,7 @@ def test_output_truncated_by_max_tokens_is_valid_prefix(llm, kind, value, n):
   assert run(llm, 1, "regex", "x{4}", max_tokens=4) == ["xxxx"], "complete at max_tokens"
 
 
-@pytest.mark.parametrize("options", [
-  {}, {"repetition_penalty": 1.5}, {"presence_penalty": 1.5, "frequency_penalty": 0.7},
-  {"logit_bias": {289: 3, 290: -100}, "repetition_penalty": 1.2, "frequency_penalty": 1.0}], ids=str)
+@pytest.mark.parametrize("options", DATA["penalties"], ids=str)
 @pytest.mark.parametrize("kind, value, start, whole", DATA["greedy"])
 def test_greedy_ids_equal_best_allowed_tokens(llm, folder, kind, value, start, whole, options):
   """start: regular expression of a text that may become a whole one."""

@@ -20,8 +20,10 @@ from tinyvllm_extra.formats.gguf import SPLITS, make_tokenizer
 from tinyvllm_extra.formats.hub import open_checkpoint
 from tinyvllm_extra.text.huggingface import load_tokenizer
 
-CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" \
-       "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+# Conversations as clients send them, rendered with templates that accept only some forms. The published templates are
+# in outside/test_chat_templates.py
+CONVERSATIONS = read_data("rendered_conversations.json")
+CHAT = CONVERSATIONS["templates"]["ChatML"]
 
 
 def sentencepiece(folder, config=None):
@@ -112,10 +114,12 @@ def test_eos_token_id_is_read_from_files(tokenizer, tmp_path):
   assert byte_level(tmp_path).eos_token_id is None, "the files name no end token"
 
 
-def test_vocabulary_and_bos_token_id_are_those_of_tokenizer_json(tmp_path):
+def test_vocabulary_and_bos_token_id_are_those_of_the_files(tmp_path, spm):
   tokenizer = byte_level(tmp_path, {"bos_token": "<bos>"}, added=[AddedToken("<bos>", special=True)])
   vocab = byte_level_bpe().get_vocab()
   assert tokenizer.get_vocab() == vocab | {"<bos>": len(vocab)} and tokenizer.bos_token_id == len(vocab)
+  vocab = spm.get_vocab()
+  assert (spm.bos_token_id, len(vocab), vocab["<s>"], spm.decode([vocab["▁the"]])) == (1, VOCAB, 1, "the")
 
 
 def test_sentencepiece_add_bos_token_decides_bos(tmp_path, spm):
@@ -181,8 +185,7 @@ def test_chat_without_template_raises(spm):
   with pytest.raises(ValueError, match="no chat.template.*generate"): spm.apply_chat_template(HI)
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{% if %}",
-                                      "{{ messages[0].content.x.y }}", "{{ ''.__class__.__mro__ }}"])
+@pytest.mark.parametrize("template", CONVERSATIONS["failing templates"])
 def test_chat_template_failure_is_value_error(tmp_path, template):
   with pytest.raises(ValueError, match="chat template") as e:
     byte_level(tmp_path, {"chat_template": template}).apply_chat_template(HI)
@@ -244,11 +247,7 @@ def test_gpt_4o_splits_as_published():
   assert SPLITS["gpt-4o"] == word % ("*", "+") + word % ("+", "*") + rest
 
 
-# Conversations as clients send them, rendered with templates that accept only some forms, of
-# data/rendered_conversations.json. The published templates are in outside/test_chat_templates.py
-
-CONVERSATIONS = read_data("rendered_conversations.json")
-
+# Conversations
 
 @pytest.fixture
 def render(tmp_path):
