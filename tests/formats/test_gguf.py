@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers.commands import ROOT, check_error, flags, run_command
 from helpers.data import read_data
-from helpers.engines import ENGINE, LogitsRecorder
+from helpers.engines import ENGINE, PROMPT_IDS, LogitsRecorder
 from helpers.gguf_files import decoded, read_matrices, write_gguf
 from helpers.models import CORPUS, VARIANTS, load, tiny_model, write_safetensors
 from helpers.quantized_models import load_model
@@ -101,10 +101,9 @@ def test_quantized_ids_and_logits_equal_decoded_weights(tmp_path, kind, tied):
   path = write_model_file(tmp_path, kind, {**WIDE, "tie_word_embeddings": tied})
   folder = tmp_path / "hf"
   write_safetensors(folder / "model.safetensors", decoded(path, load(folder)[1]))
-  ids = [3, 50, 99, 301]
-  expected, logits = LogitsRecorder(LLM(folder, **ENGINE)).generate(ids, 8)
-  assert expected == reference_greedy(folder, ids, 8)
-  own_ids, own_logits = LogitsRecorder(LLM(path, **ENGINE, activation_quantization="none")).generate(ids, 8)
+  expected, logits = LogitsRecorder(LLM(folder, **ENGINE)).generate(PROMPT_IDS, 8)
+  assert expected == reference_greedy(folder, PROMPT_IDS, 8)
+  own_ids, own_logits = LogitsRecorder(LLM(path, **ENGINE, activation_quantization="none")).generate(PROMPT_IDS, 8)
   assert own_ids == expected
   np.testing.assert_allclose(own_logits, logits, 1e-6, 1e-5)
   check_weights_equal(load_model(path, backend=Backend()), load_model(folder, backend=Backend()))

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from helpers.commands import check_error, run_python
 from helpers.data import read_data
-from helpers.engines import ENGINE, LogitsRecorder, check_logits
+from helpers.engines import ENGINE, PROMPT_IDS, LogitsRecorder, check_logits
 from helpers.gguf_files import write_gguf
-from helpers.kernels import random_quantized, store_quantized, swiglu
+from helpers.kernels import random_quantized, store, swiglu
 from helpers.models import load, random_weights, tiny_config, tiny_model, write_safetensors
 from helpers.parameters import slow
 from helpers.quantized_models import (FORMATS, SIZES, check_matrices, compressed, is_projection, load_model,
@@ -30,7 +30,6 @@ from tinyvllm_extra.formats.quantization import dequantize, describe, find_layou
 from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear
 
 AUTO = {**ENGINE, "dtype": "auto"}
-IDS = [3, 50, 99, 301]
 
 
 def check_refused(folder, *parts): check_error(lambda: LLM(folder, **AUTO), *parts)
@@ -43,7 +42,7 @@ def test_load_each_dtype_and_shard_count_equals_reference(tmp_path, dtype, shard
   """The model has every optional part."""
   folder = tiny_model(tmp_path, dtype=dtype, shards=shards, head_dim=16, attention_bias=True, mlp_bias=True,
                       num_key_value_heads=None, tie_word_embeddings=True)
-  check_logits(folder, folder, IDS, dtype="auto", backend=backend)
+  check_logits(folder, folder, PROMPT_IDS, dtype="auto", backend=backend)
 
 
 def test_dtype_float16_logits_are_close_to_reference(tmp_path):
@@ -65,8 +64,8 @@ def test_weights_keep_file_dtype_and_compute_in_float32(tmp_path, dtype, tied):
   modules = [[*recorder.engine.runner.model.model.modules()] for recorder in recorders]
   kinds = [{x.dtype for name, x in nn.state.get_state_dict(part).items() if "bias" not in name} for part in modules]
   assert kinds == [{getattr(dtypes, dtype)}, {dtypes.float32}]
-  (ids, logits), (same_ids, same_logits) = (recorder.generate(IDS, 8) for recorder in recorders)
-  assert ids == same_ids == reference_greedy(narrow, IDS, 8)
+  (ids, logits), (same_ids, same_logits) = (recorder.generate(PROMPT_IDS, 8) for recorder in recorders)
+  assert ids == same_ids == reference_greedy(narrow, PROMPT_IDS, 8)
   np.testing.assert_array_equal(logits, same_logits)
 
 
@@ -79,7 +78,7 @@ def test_tensor_above_largest_tensor_raises_with_sizes(tmp_path, monkeypatch, dt
   monkeypatch.setattr("tinyvllm.backend.Memory.largest_tensor", lambda self: size - 1)
   check_refused(folder, f"{folder}: model.embed_tokens: ", f"{size} bytes", size - 1, "DEV=CPU")
   monkeypatch.setattr("tinyvllm.backend.Memory.largest_tensor", lambda self: size)
-  assert LLM(folder, **AUTO).generate({"prompt_token_ids": IDS}, SamplingParams(max_tokens=1))[0].finished
+  assert LLM(folder, **AUTO).generate({"prompt_token_ids": PROMPT_IDS}, SamplingParams(max_tokens=1))[0].finished
 
 
 def test_order_and_derived_tensors_do_not_matter(tmp_path):
@@ -88,7 +87,7 @@ def test_order_and_derived_tensors_do_not_matter(tmp_path):
   weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
   plain = tiny_model(tmp_path / "plain", tie_word_embeddings=True)
   derived = tiny_model(tmp_path / "derived", weights=dict(reversed(weights.items())), tie_word_embeddings=True)
-  check_logits(derived, plain, IDS)
+  check_logits(derived, plain, PROMPT_IDS)
 
 
 # Files that are refused
@@ -200,7 +199,6 @@ def test_head_beside_tied_embeddings_is_reported(tmp_path, caplog):
 # int8 and int4 weights: pre-quantized formats, quantization while loading, and the kernels. The reference is the same
 # model in float32, its matrices dequantized here by the formula of the format
 
-PROMPT = [5, 17, 99, 250, 31]
 REFUSED = read_data("refused_quantization.json")
 KEY = "model.layers.1.mlp.down_proj."
 
@@ -218,7 +216,7 @@ def test_format_weights_equal_dequantized_model(tmp_path, name):
 def test_format_outputs_equal_dequantized_model(tmp_path, name):
   """Greedy ids and logits. The core's backend loads the dequantized weights."""
   quantized, plain = quantized_model(tmp_path, name)
-  check_logits(quantized, plain, PROMPT)
+  check_logits(quantized, plain, PROMPT_IDS)
   parameters = [nn.state.get_parameters(load_model(x, backend=Backend()).modules()) for x in (quantized, plain)]
   for weight, expected in zip(*parameters, strict=True):
     np.testing.assert_allclose(weight.numpy(), expected.numpy(), rtol=1e-3, atol=1e-6)
@@ -239,7 +237,7 @@ def test_mixed_formats_in_one_model_equal_dequantized_model(tmp_path):
   eight, plain_eight = quantized_model(tmp_path / "eight", "compressed-tensors, int8 per group", 1)
   mix(four, {"layers.1.": plain, "layers.0.mlp": eight})
   mix(plain, {"layers.0.mlp": plain_eight})
-  check_logits(four, plain, PROMPT)
+  check_logits(four, plain, PROMPT_IDS)
 
 
 def test_fused_matrix_that_is_partly_quantized_raises(tmp_path):
@@ -258,7 +256,7 @@ def test_quantize_while_loading_equals_dequantized_weights(tmp_path, bits, inter
     w = quantize(weights[key], bits if weights[key].shape[1] % 8 == 0 else 8)
     weights[key] = dequantize(w, np.float32)
   dequantized = tiny_model(tmp_path / "dequantized", weights=weights, **sizes)
-  check_logits(tiny_model(tmp_path / "float", **sizes), dequantized, PROMPT, quantization=f"int{bits}")
+  check_logits(tiny_model(tmp_path / "float", **sizes), dequantized, PROMPT_IDS, quantization=f"int{bits}")
 
 
 def test_bfloat16_scales_equal_dequantized_model():
@@ -307,7 +305,7 @@ def test_kernels_multiply_quantized_weights_equals_numpy(rows, out, inputs, grou
   product = x.astype(np.float32) @ w.T
   for kind, expected in ((FastLinear, product), (FastGateUp, swiglu(product))):
     linear = kind(inputs, {"w": out}, False, dtype)
-    store_quantized(linear, matrix)
+    store(linear, matrix)
     output = linear(Tensor(x).cast(dtype).contiguous().realize(), dtype=dtypes.float32).numpy()
     tolerance = 1e-5 if dtype == dtypes.float32 else 2e-3
     np.testing.assert_allclose(output, expected, atol=np.abs(expected).max() * tolerance)

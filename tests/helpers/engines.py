@@ -12,7 +12,7 @@ from tinyvllm import LLM, RequestOutput, SamplingParams
 
 from .reference import reference_greedy, reference_logits
 
-BS = 4   # block size
+BS, PROMPT_IDS = 4, [5, 17, 99, 250, 31]   # block size; a prompt for tests with one
 # Options of the engine in most tests: graphs of 1, 2, 4, 8 and 16 tokens. Engines of equal shapes share kernels
 ENGINE = {"dtype": "float32", "max_model_len": 128, "block_size": BS, "max_num_seqs": 6, "max_num_batched_tokens": 16}
 

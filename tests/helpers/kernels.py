@@ -44,9 +44,9 @@ def close(output: Tensor, expected: np.ndarray, tolerance: float) -> None:
   np.testing.assert_allclose(array, expected, rtol=tolerance, atol=tolerance * max(1.0, np.abs(expected).max()))
 
 
-def store_quantized(layer: FastLinear, w: Quantized) -> None:
-  """Give a layer a quantized matrix."""
-  layer.store([w], lambda arrays, dtype=None: on_device(*arrays))
+def store(layer: FastLinear, w: Quantized | np.ndarray, activations: str = "none") -> None:
+  """Give a layer a matrix. activations: see FastLinear.store."""
+  layer.store([w], lambda arrays, dtype=None: on_device(*arrays), activations)
 
 
 def random_quantized(rng: np.random.Generator, shape: tuple[int, int], bits: int | str, group: int, size: float = 0.01,

@@ -15,6 +15,7 @@ from helpers.data import read_data
 from helpers.engines import (assert_all_blocks_freed, assert_same_outputs, check_invariants, greedy, ids_of, run_to_end,
                              tokens)
 from helpers.models import tiny_model
+from helpers.prefix_cache import restart
 from helpers.quantized_models import quantized_model
 from helpers.reference import log_softmax, quantize_kv, reference_ids, reference_logits
 from helpers.speculation import check_same
@@ -80,14 +81,6 @@ def llm_float32(engines):
   with assert_all_blocks_freed(engines("float32")): yield engines("float32")
 
 
-def clear_cache(llm):
-  """Clear the prefix cache and return the engine."""
-  assert not llm.has_unfinished_requests()
-  llm.blocks.cached_blocks.clear()
-  llm.blocks.reset()
-  return llm
-
-
 # Greedy ids do not depend on scheduling
 
 @pytest.mark.parametrize("length", [1, 2 * BS + 1, 4 * BS])
@@ -111,7 +104,7 @@ def test_batch_any_arrival_order_equals_single_requests(llm, folder):
   for job in jobs.values(): assert generate(llm, job) == [job.output_ids]
   for rng in map(random.Random, range(2)):
     order, outputs = rng.sample(sorted(jobs), len(jobs)), {}
-    clear_cache(llm)
+    restart(llm)
     while order or llm.has_unfinished_requests():
       for name in [order.pop() for _ in range(min(len(order), rng.randrange(4)))]:
         llm.add_request(name, jobs[name].prompt, jobs[name].params)
@@ -124,8 +117,8 @@ def test_chunked_prefill_equals_whole_prefill(llm, folder):
   """A prompt of one step, which five decodes divide into chunks of three tokens, and one of two and a half steps."""
   whole, long = make_job(folder, 8, 3, 300), make_job(folder, 20, 3, 301)
   jobs = {str(i): make_job(folder, 2, 7, 310 + i) for i in range(5)}
-  for job in (whole, long): assert generate(clear_cache(llm), job) == [job.output_ids]
-  clear_cache(llm)
+  for job in (whole, long): assert generate(restart(llm), job) == [job.output_ids]
+  restart(llm)
   for name, job in jobs.items(): llm.add_request(name, job.prompt, job.params)
   for _ in range(3): llm.step()
   llm.add_request("chunks", whole.prompt, whole.params)
@@ -137,7 +130,7 @@ def test_chunked_prefill_equals_whole_prefill(llm, folder):
 @pytest.mark.parametrize(("length", "num_cached"), [(2 * BS - 1, BS), (2 * BS, BS), (2 * BS + 1, 2 * BS)])
 def test_prefix_cache_hit_equals_uncached(llm, folder, length, num_cached):
   job = make_job(folder, length, 3, 400 + length)
-  outputs = [clear_cache(llm).generate(job.prompt, job.params)[0], llm.generate(job.prompt, job.params)[0]]
+  outputs = [restart(llm).generate(job.prompt, job.params)[0], llm.generate(job.prompt, job.params)[0]]
   assert [output.num_cached_tokens for output in outputs] == [0, num_cached]
   assert [ids_of(output) for output in outputs] == [job.output_ids] * 2
 
@@ -166,7 +159,7 @@ def errors(folder, ids, logprobs):
 @pytest.mark.parametrize(("length", "n"), [(8, 1), (1, 3)])
 def test_top_20_logprobs_of_prompt_and_output_equal_reference(llm, folder, length, n):
   job = make_job(folder, length, n, 900 + n)
-  output, = clear_cache(llm).generate(job.prompt, greedy(n, prompt_logprobs=20, logprobs=20))
+  output, = restart(llm).generate(job.prompt, greedy(n, prompt_logprobs=20, logprobs=20))
   logprobs = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
   assert ids_of(output) == job.output_ids and output.prompt_logprobs[0] is None
   assert {len(entries) for entries in logprobs} <= {20, 21}
@@ -303,7 +296,7 @@ def test_largest_tensor_limits_step_and_pool_with_message(folder, monkeypatch, c
   blocks = [x for cache in small.runner.kv_caches for x in cache]
   assert LARGEST / 2 < max(x.nbytes() for x in blocks) <= LARGEST and small.runner.num_blocks == small.blocks.num_blocks
   job = make_job(folder, 8, 3, 1300)
-  outputs, plain = [llm.generate(job.prompt, greedy(3, prompt_logprobs=3)) for llm in (small, clear_cache(llm_float32))]
+  outputs, plain = [llm.generate(job.prompt, greedy(3, prompt_logprobs=3)) for llm in (small, restart(llm_float32))]
   check_same(outputs, plain)
   assert ids_of(outputs[0]) == job.output_ids
   assert limit_violations(small, LARGEST) == []

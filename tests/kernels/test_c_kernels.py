@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 from helpers.engines import ENGINE, greedy, ids_of_batch, prompt, token_rows
-from helpers.kernels import check_attention, each_cpu, on_device, use_cpu
+from helpers.kernels import check_attention, each_cpu, on_device, store, use_cpu
 from helpers.models import tiny_model
 from helpers.parameters import slow
 from tinygrad import Tensor, dtypes
@@ -26,7 +26,7 @@ def make_layer(layer: FastLinear, kind: str, group: int) -> Quantized:
   scale, offset = rng.random((2, rows, K // group)).astype(np.float16 if group < K else np.float32)
   w = Quantized(q, scale, offset.astype(kind[-1]) if "+" in kind else None, np.arange(K))
   if layer.bias is not None: layer.bias = on_device(np.linspace(-9, 9, rows, dtype=np.float32))
-  layer.store([w], lambda arrays, dtype=None: on_device(*arrays), "auto")
+  store(layer, w, "auto")
   assert layer.has_8bit_inputs
   return w
 
@@ -81,7 +81,7 @@ def test_products_of_floats_equal_numpy_and_do_not_depend_on_batch(monkeypatch, 
   else:
     scale, offset = rng.random((2, 80, 6)).astype(np.float16)
     quantized = Quantized(rng.integers(0, 16, (80, K), np.uint8).view(kind), scale, offset, np.arange(K))
-    layer.store([quantized], lambda arrays, dtype=None: on_device(*arrays))
+    store(layer, quantized)
     weight = dequantize(quantized, np.float64)
   outputs = {rows: layer(on_device(random_x(ROWS)[:rows])).numpy() for rows in (1, 3, 8, ROWS)}
   check(outputs[ROWS], random_x(ROWS) @ weight.astype(np.float64).T + layer.bias.numpy())

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 from helpers.engines import LogitsRecorder
-from helpers.kernels import close, on_device, store_quantized
+from helpers.kernels import close, on_device, store
 from helpers.record_models import OPTIONS, make_prompts, make_weights, read, write_model
 from helpers.tensor_cores import run_on_cpu
 from safetensors.numpy import save_file
@@ -38,7 +38,7 @@ def make_experts(count: int, inputs: int, outputs: int, kind: str) -> tuple[Fast
     codes = rng.integers(0, 16, weight.shape).astype(np.uint8).view(E2M1)
     scale = 2.0 ** rng.integers(-6, 0, (len(weight), inputs // 32)).astype(np.float32)
     matrix = Quantized(codes, scale, None, np.arange(inputs)) if kind == "mxfp4" else quantize(weight, int(kind[3:]))
-    store_quantized(layer, matrix)
+    store(layer, matrix)
     weight = dequantize(matrix, np.float32)
   layer.bias = on_device(rng.standard_normal(count * outputs).astype(np.float32))
   return layer, weight.reshape(count, outputs, inputs).astype(np.float32)

@@ -3,7 +3,7 @@ attention_hopper.cu on the CPU."""
 import numpy as np
 import pytest
 from helpers.data import read_data
-from helpers.kernels import check_attention, close, on_device, random_quantized, swiglu
+from helpers.kernels import check_attention, close, on_device, random_quantized, store, swiglu
 from helpers.parameters import mark_slow_except, slow
 from helpers.reference import quantize_kv
 from helpers.tensor_cores import run_on_cpu
@@ -65,14 +65,13 @@ def test_product_equals_numpy_for_the_rows_that_exist(sizes, layer_class, kind, 
   has_e4m3_inputs, group = (kind, group) == ("e4m3", 0), group or inputs
   dtype = dtypes.bfloat16 if has_e4m3_inputs and layer_class is FastGateUp else dtypes.float16
   layer, rng = layer_class(inputs, {"w": outputs}, kind == "float16", dtype), np.random.default_rng(1)
-  def place(arrays, dtype=None): return on_device(*arrays)
   if kind == "float16":
     weight = (rng.standard_normal((outputs, inputs)) / 50).astype(np.float16)
-    layer.store([weight], place)
+    store(layer, weight)
     layer.bias = on_device(rng.standard_normal(outputs).astype(np.float32))
   else:
     matrix, weight = random_quantized(rng, (outputs, inputs), kind, group, 1 / 4096)
-    layer.store([matrix], place, "fp8" if has_e4m3_inputs else "none")
+    store(layer, matrix, "fp8" if has_e4m3_inputs else "none")
   x = on_device(rng.standard_normal((T, inputs)).astype(np.float16)).cast(dtype).contiguous().realize()
   inputs = x.float().numpy()
   if has_e4m3_inputs:

@@ -3,8 +3,7 @@ interpreter (DEV=PYTHON) the shapes are smaller."""
 import numpy as np
 import pytest
 from helpers.data import read_data
-from helpers.kernels import (check_attention, check_rope, close, on_device, random_quantized, spread, store_quantized,
-                             swiglu)
+from helpers.kernels import check_attention, check_rope, close, on_device, random_quantized, spread, store, swiglu
 from helpers.parameters import mark_slow_except, slow
 from helpers.tensor_cores import run_on_cpu
 from tinygrad import Device, dtypes
@@ -116,7 +115,7 @@ def test_kernel_for_tensor_cores_equals_numpy(request, fixture, rows, inputs, ou
 def test_kernel_for_tensor_cores_in_bfloat16_equals_numpy(use_many_rows, rows, bits):
   x, weight = normal(rows, 96), normal(128, 96, seed=1) / 4
   layer = FastLinear(96, {"w": 128}, False, dtypes.bfloat16)
-  if bits: store_quantized(layer, quantize(weight, bits))
+  if bits: store(layer, quantize(weight, bits))
   else: layer.weight = on_device(reorder(weight, layer.weight.shape)).cast(dtypes.bfloat16).realize()
   close(layer(on_device(x).cast(dtypes.bfloat16)).float(), x @ weight.T, 2e-2)
 
@@ -136,7 +135,7 @@ def test_kernel_with_split_k_equals_numpy_for_all_choices(use_many_rows, monkeyp
 def test_many_rows_kernel_quantized_equals_numpy(use_many_rows, bits, rows, inputs, outputs, group, layer_class):
   layer = getattr(matmul, layer_class)(inputs, {"w": outputs}, False, dtypes.float16)
   matrix, weight = random_quantized(np.random.default_rng(1), (outputs, inputs), bits, group)
-  store_quantized(layer, matrix)
+  store(layer, matrix)
   check_many_rows(layer, weight, rows)
 
 
@@ -166,7 +165,7 @@ def test_scales_that_tensor_cores_cannot_use_select_the_generic_layout(monkeypat
   assert layer.weight.ndim == 8
   q = np.random.default_rng(0).integers(-127, 128, (32, 96)).astype(np.int8)
   w = Quantized(q, (1 + np.arange(32 * groups).reshape(32, groups)).astype(np.float32) * factor, None, np.arange(96))
-  store_quantized(layer, w)
+  store(layer, w)
   x = normal(2, 96) / (1000 * factor)
   close(layer(on_device(x)), x @ dequantize(w, np.float32).T, 2e-3)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import amd
 import pytest
 from benchmarks import backends
-from helpers.data import read_data
+from helpers.data import DATA, read_data
 from metal import Kernel, make_kernel, make_record, parse, violations
 
 SCRIPT, CASES = Path(__file__).with_name("metal.py"), read_data("kernel_cases.json")
@@ -45,13 +45,7 @@ def test_parse_rejects_a_typo(kernels, old, new):
 
 
 def test_violations_name_each_exceeded_limit():
-  source = """#include <metal_stdlib>
-using namespace metal;
-kernel void big(device half* data0_8, constant int& n, uint3 gid [[threadgroup_position_in_grid]]) {
-  threadgroup __attribute__((aligned(16))) float buf0[8192];
-  threadgroup __attribute__((aligned(16))) half buf1[1];
-}"""
-  kernel = make_kernel("big", source, (32, 64))
+  kernel = make_kernel("big", (DATA / "large_kernel.metal").read_text(), (32, 64))
   assert kernel[2:] == (2**15 + 16, 2, 2048)
   assert violations(kernel) == ["big: threadgroup_memory=32784 must be at most 32768",
                                 "big: threads=2048 must be at most 1024"]

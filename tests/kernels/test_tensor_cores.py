@@ -28,15 +28,17 @@ def parts(kv_heads: int, groups: int, head_dim: int, kind: str = "auto", block_s
   return FastBackend().kv_layout(model, SimpleNamespace(kv_cache_dtype=kind, block_size=block_size), dtype)
 
 
-# Tokens, K/V heads, query heads per K/V head, head_dim, longest context, sequences, minimum blocks per table
-CASES = read_data("kernel_cases.json")["tensor cores"]
+# tensor cores: tokens, K/V heads, query heads per K/V head, head_dim, longest context, sequences, minimum blocks per
+# table. options: (first position, number of tokens) of each sequence, tokens with padding. query tiles: tokens of each
+# slot, then padding
+CASES = read_data("kernel_cases.json")
 QUICK = [("mixed step", "auto"), ("mixed step", "int8"), ("mixed step", "fp8"), ("split-KV", "auto"), ("decode", "fp8")]
 
 
 @pytest.mark.parametrize(("case", "kind"), [
-  *QUICK, *slow(*[(case, kind) for case in CASES for kind in TOLERANCE if (case, kind) not in QUICK])])
+  *QUICK, *slow(*[(case, kind) for case in CASES["tensor cores"] for kind in TOLERANCE if (case, kind) not in QUICK])])
 def test_attention_equals_numpy_and_reads_only_own_sequence(case, kind, sources):
-  T, *shape, longest, R, max_blocks = CASES[case]
+  T, *shape, longest, R, max_blocks = CASES["tensor cores"][case]
   sequences = spread(T, longest, R)
   if case == "mixed step":   # one token of each sequence but the last one, which has a long chunk
     sequences = [*[(start + n - 1, 1) for start, n in sequences[1:]], (0, T - R + 1)]
@@ -52,8 +54,7 @@ def test_rope_kernel_equals_numpy(T, kind, sources):
   assert [x.shape[1:] for x in blocks] == [shape for shape, _ in parts(KV, G, D, kind)[:2]]
 
 
-@pytest.mark.parametrize("sizes", [   # tokens of each slot, then padding
-  (0, 3), (1, 1, 70, 1, 2), (1, 70, 0, 64, 65, 3), (1, 134, 0, 128, 700, 3), (640, 0, 2)])
+@pytest.mark.parametrize("sizes", CASES["query tiles"])
 def test_query_tiles_are_consecutive_tokens_of_a_sequence(sizes):
   slots = np.repeat(np.arange(len(sizes)), sizes)
   starts = np.cumsum([0, *sizes[:-2]])
@@ -98,8 +99,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
   "none": {}, "scale": {"scale": 0.4}, "cap": {"cap": 1.5}, "saturated cap": {"scale": 50.0, "cap": 2.0},
   "sinks": {"sinks": SINKS}, "all": ALL,
   **{f"window {n}": {"window": n} for n in (1, BS - 1, BS, BS + 1, 40, 1000)}}
-# (first position, number of tokens) of each sequence, tokens with padding
-OPTION_CASES = read_data("kernel_cases.json")["attention with options"]
 QUICK_OPTIONS = "cap", "sinks", f"window {BS}", "all"
 TENSOR_CORE_CASES = [*slow(*[("decode and a chunk", name) for name in (*QUICK_OPTIONS, "window 1", "window 40")]),
                      ("long chunk", "all"), *slow(*[("long chunk", name) for name in OPTIONS if name != "all"])]
@@ -110,7 +109,7 @@ def split_in_three(monkeypatch, sources): monkeypatch.setattr(attention, "MIN_WO
 
 
 def check(version: str, case: str, tolerance: float, **options: Any) -> None:
-  (sequences, num_tokens), dtype = OPTION_CASES[case], "float16" if version == "tensor cores" else "float32"
+  (sequences, num_tokens), dtype = CASES["options"][case], "float16" if version == "tensor cores" else "float32"
   check_attention(version, sequences, (KV, G, D), tolerance, dtype=dtype, num_tokens=num_tokens, **options)
 
 

@@ -3,12 +3,11 @@ reference is PEFT's own model."""
 import numpy as np
 import pytest
 from helpers.data import read_data
-from helpers.engines import ENGINE, LogitsRecorder
+from helpers.engines import ENGINE, PROMPT_IDS, LogitsRecorder
 from helpers.models import tiny_model
 
 from tinyvllm import LLM, LoRARequest
 
-PROMPT = [5, 17, 99, 250, 31]
 
 
 @pytest.mark.parametrize("architecture,options", read_data("adapters.json")["peft"])
@@ -24,7 +23,7 @@ def test_adapter_gives_the_ids_and_logits_of_peft(tmp_path, architecture, option
   for name, x in model.named_parameters():
     if "lora_" in name: torch.nn.init.normal_(x, std=0.3)
   model.save_pretrained(tmp_path / "adapter")
-  ids, logits = [*PROMPT], []
+  ids, logits = [*PROMPT_IDS], []
   with torch.no_grad():
     for _ in range(8):
       logits.append(model(torch.tensor([ids])).logits[0, -1].numpy())
@@ -32,6 +31,6 @@ def test_adapter_gives_the_ids_and_logits_of_peft(tmp_path, architecture, option
   path = str(tmp_path / "adapter")
   for llm_options, fields in (({"merge_lora": path}, {}),
                               ({"enable_lora": True}, {"lora_request": LoRARequest("a", 1, path)})):
-    out, actual = LogitsRecorder(LLM(folder, **llm_options, **ENGINE)).generate(PROMPT, 8, **fields)
-    assert out == ids[len(PROMPT):]
+    out, actual = LogitsRecorder(LLM(folder, **llm_options, **ENGINE)).generate(PROMPT_IDS, 8, **fields)
+    assert out == ids[len(PROMPT_IDS):]
     np.testing.assert_allclose(actual, logits, atol=1e-4)

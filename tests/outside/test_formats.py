@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.data import read_data
-from helpers.engines import ENGINE, check_logits
+from helpers.engines import ENGINE, PROMPT_IDS, check_logits
 from helpers.models import random_weights, tiny_config, tiny_model
 from helpers.quantized_models import Matrices, SIZES, is_projection
 
@@ -17,14 +17,13 @@ from tinyvllm_extra.formats.quantization import Quantized, decode_float, dequant
 from tinyvllm_extra.formats.hub import open_checkpoint
 from tinyvllm_extra.models.matrices import E4M3
 
-PROMPT = [5, 17, 99, 250, 31]
 WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 384}   # multiples of 128
 
 
 def check_model(folder: Path, weights: dict[str, np.ndarray], sizes: dict[str, Any] = SIZES, **options: Any) -> None:
   """Check that the checkpoint in `folder` gives the same greedy ids as `weights`, and in float32 logits within
   1e-3 of theirs, with activations in float."""
-  check_logits(folder, tiny_model(folder / "dequantized", weights=weights, **sizes), PROMPT, atol=1e-3, **options)
+  check_logits(folder, tiny_model(folder / "dequantized", weights=weights, **sizes), PROMPT_IDS, atol=1e-3, **options)
 
 
 # compressed-tensors
