@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from benchmarks.common import SHAPES
 from helpers.commands import FLAGS, PYTHONPATH, ROOT, error_line, process, run_process, run_python, start_process
-from helpers.data import read_data
+from helpers.data import DATA, read_data
 from helpers.hub import Hub
 from helpers.models import sentencepiece_model, tensor_shapes
 from helpers.parameters import mark_slow_except
@@ -22,11 +22,10 @@ from helpers.servers import Server, wait_until
 
 from tinyvllm_extra.kernels.drivers import RESERVE
 
-GIB = 2**30
+GIB, CASES = 2**30, read_data("command_lines.json")
 
 
-@pytest.mark.parametrize("env,remedy", [({"DEV": "CPU", "CC": "/nonexistent/clang"}, "for the CPU: unset CC, or "),
-                                        ({"DEV": "NOSUCH"}, "unset DEV=NOSUCH, or set DEV to one that opens here: ")])
+@pytest.mark.parametrize("env,remedy", CASES["missing devices"])
 def test_missing_device_or_compiler_error_names_the_remedy(words_folder, env, remedy, tmp_path):
   run = process("generate", "hello", "--model", words_folder, *FLAGS, **env, CACHEDB=str(tmp_path / "cache.db"))
   assert f"): {remedy}" in error_line(run) and run.stdout.strip() in ("", "hello")
@@ -47,29 +46,9 @@ def test_ctrl_c_stops_the_answer_then_ends_the_chat(chat_folder):
   finally: run.kill()
 
 
-def test_run_name_downloads_with_progress_and_chats(chat_folder, tmp_path):
-  shutil.copytree(chat_folder, tmp_path / "hub/org/tiny")
-  with Hub(tmp_path / "hub") as hub:
-    environment = hub.environment(tmp_path / "home", TQDM_POSITION="-1")   # progress bars without a terminal
-    run = process("run", "org/tiny", *FLAGS, "--max-tokens", 5, stdin="hello\n", **environment)
-  assert run.returncode == 0 and run.stdout.strip(), run.stderr
-  assert f"files to {tmp_path}/home/hub; " in run.stderr and "model.safetensors: 100%" in run.stderr
-
-
-# A sitecustomize module, which Python imports at startup, simulates drivers that crash
-FAULTS = '''
-import os, sys
-fault = {"CUDA": "crash", "QCOM": "exit"}.get(os.environ.get("DEV"))
-if fault and "probe" in " ".join(sys.orig_argv):
-  import ctypes
-  print('noise {"doctor"', flush=True)
-  if fault == "crash": ctypes.string_at(0)
-  os._exit(7)
-'''
-
-
 def test_doctor_measures_the_cpu_and_reports_crashed_drivers(folder, tmp_path):
-  (tmp_path / "sitecustomize.py").write_text(FAULTS)
+  """Python imports sitecustomize at startup."""
+  shutil.copy(DATA / "crashing_drivers.txt", tmp_path / "sitecustomize.py")
   code = ("import sys\nfrom tinyvllm_extra.cli import doctor, main\n"
           "doctor.ORDER = ['CUDA', 'QCOM', 'METAL', 'CPU']\nsys.exit(main())")   # each one starts a process
   run = run_python(code, "doctor", "--json", "--seconds", 0.05, "--model", folder,
@@ -136,7 +115,7 @@ def run(*command, key=KEY, code=0):
   return process.stdout
 
 
-EXAMPLES, DRAWN = read_data("command_lines.json")["examples"], ("terminal", "pool_over_time")
+EXAMPLES, DRAWN = CASES["examples"], ("terminal", "pool_over_time")
 
 
 @pytest.mark.parametrize("script", mark_slow_except(EXAMPLES.keys() - DRAWN, EXAMPLES))
@@ -242,12 +221,11 @@ BY_CI = "python3 -m venv ", ".venv/bin/pip install "
 OURS = [line.split() for line in COMMANDS if not line.startswith(BY_CI)]
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory, chat_folder):
-  """Variables for a hub that has a tiny model under the name of the README's."""
-  folder = tmp_path_factory.mktemp("hub")
-  shutil.copytree(chat_folder, folder / "root" / MODEL)
-  with Hub(folder / "root") as hub: yield hub.environment(folder / "home")
+@pytest.fixture
+def environment(tmp_path, chat_folder):
+  """Variables for a hub that has a tiny model under the name of the README's, and for progress without a terminal."""
+  shutil.copytree(chat_folder, tmp_path / "root" / MODEL)
+  with Hub(tmp_path / "root") as hub: yield hub.environment(tmp_path / "home", TQDM_POSITION="-1")
 
 
 @pytest.mark.parametrize("words", OURS, ids=" ".join)
@@ -261,6 +239,7 @@ def test_readme_command_answers(environment, words):
       return
   run = process(command, model, *options, stdin="hello\n", **environment)
   assert run.returncode == 0 and run.stdout.strip() and "Traceback" not in run.stderr, run.stderr
+  assert f"files to {environment['HF_HOME']}/hub; " in run.stderr and "model.safetensors: 100%" in run.stderr
 
 
 def test_readme_python_example_prints_answers(environment):
