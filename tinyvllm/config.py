@@ -29,7 +29,10 @@ def check_ids(size: int, **lists: list[int] | dict[int, float] | None) -> None:
     raise InputError(f"{name}: id {i!r} must be an int from 0 to {size - 1}")
 
 
-def read_json(path: pathlib.Path) -> JsonObject: return json.loads(path.read_text()) if path.exists() else {}
+def read_json(path: pathlib.Path) -> JsonObject:
+  """Return the content of a JSON file, {} if it does not exist. Raises InputError with the name of a damaged file."""
+  try: return json.loads(path.read_text()) if path.exists() else {}
+  except ValueError as e: raise InputError(f"{path} must be JSON: {e}") from e
 
 
 def option(default: object, help: str, *, min: float | None = None, max: float | None = None,
@@ -66,9 +69,8 @@ class Options:
       check(not isinstance(value, list) or "" not in value, f"{text} not hold an empty string", value)
       choices, low, high = (field.metadata.get(limit) for limit in ("choices", "min", "max"))
       check(not choices or value in (*choices, None), f"{text} be one of {', '.join(choices or ())}", value)
-      numbers = [*value.values()] if isinstance(value, dict) else [value] if isinstance(value, int | float) else []
-      is_within = low is None or high is None or all(low <= x <= high for x in numbers)
-      check(is_within, f"{text} be between {low} and {high}", value)
+      numbers = [*value.values()] if isinstance(value, dict) else [value] * isinstance(value, int | float)
+      check(low is None or all(low <= x <= high for x in numbers), f"{text} be between {low} and {high}", value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,10 @@ from .request import Sequence
 
 class Tokenizer:
   """Converts text to token ids and back with sentencepiece. Does not parse special tokens in text."""
-  def __init__(self, folder: pathlib.Path):
-    check((folder / "tokenizer.model").exists(), f"model: {folder} has no tokenizer.model; others need tinyvllm_extra")
-    self.model = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    config = read_json(folder / "tokenizer_config.json")
-    self.prefix = [self.model.bos_id()] if config.get("add_bos_token", True) else []
+  def __init__(self, path: pathlib.Path):
+    check((path / "tokenizer.model").exists(), f"model: {path} has no tokenizer.model; others need tinyvllm_extra")
+    self.model = SentencePieceProcessor(model_file=str(path / "tokenizer.model"))
+    self.prefix = [self.model.bos_id()] if read_json(path / "tokenizer_config.json").get("add_bos_token", True) else []
 
   def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
     """Return the text's token ids, with a BOS token first if tokenizer_config.json says so."""

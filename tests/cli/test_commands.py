@@ -20,6 +20,7 @@ import pytest
 from helpers.commands import FLAGS, PYTHONPATH, error_line, parse_command, run_command, run_process, run_python
 from helpers.data import read_data
 from helpers.engines import ENGINE, greedy, tokens
+from helpers.models import tiny_model
 from helpers.servers import LocalServer, checked
 from safetensors.numpy import load_file
 from tinygrad.device import CompileError
@@ -117,9 +118,11 @@ def test_invalid_option_value_is_one_line_and_exit_code_1(words_folder, command,
   assert words in error_line(run_command(name, "--model", words_folder, *FLAGS, *options, stdin="hello\n"))
 
 
-def test_serve_names_the_model_whose_config_is_not_json(tmp_path):
-  (tmp_path / "config.json").write_text("{")
-  assert f"model='{tmp_path}': Expecting" in error_line(run_command("serve", tmp_path))
+@pytest.mark.parametrize("command,file", COMMANDS["not JSON"])
+def test_file_of_a_model_that_is_not_json_is_named(tmp_path, command, file):
+  (tiny_model(tmp_path) / file).write_text("{")
+  run = run_command(*command.split(), "--model", tmp_path)
+  assert error_line(run).startswith(f"tinyvllm: {tmp_path}/{file} must be JSON: Expecting")
 
 
 @pytest.mark.parametrize("command", COMMANDS["unknown"])
