@@ -1,14 +1,13 @@
 """Opens the default device, with the C compiler that a CPU needs: which one is installed, or how to install one; and
 with the tiles of matrix kernels that were tuned for the device."""
-import contextlib, functools, hashlib, os, pathlib, platform, re, shutil, sys, tempfile
-from typing import Any
+import contextlib, functools, os, pathlib, platform, re, shutil, sys, tempfile
 
 from tinygrad import Device, helpers
 
 from tinyvllm.backend import renderer
 from tinyvllm.config import logger, read_json
 
-from .kernels import drivers, matmul, tinygrad_patches
+from .kernels import drivers, kernel_cache, matmul, tinygrad_patches
 
 # Commands that install clang: on macOS, and by the ID of a Linux distribution in /etc/os-release
 CLANG = read_json(pathlib.Path(__file__).with_suffix(".json"))
@@ -36,13 +35,12 @@ def prefer_cpu_backend() -> str:
   """Make the CPU backend the default if tinygrad chooses OpenCL, and the OpenCL device is a CPU: the CPU backend's
   kernels are faster there. Return the reason, or "" if the default stays, as it does if the user has set DEV."""
   if repr(helpers.DEV) or Device.DEFAULT != "CL" or not drivers.is_opencl_cpu(Device.default): return ""
-  reason = f"faster than OpenCL on a CPU; DEV=CL selects OpenCL on {device_name(Device.default)}"
-  with contextlib.suppress(Exception):   # the CPU backend does not open; devices raise different types
-    Device["CPU"].synchronize()
-    helpers.DEV.value = os.environ["DEV"] = "CPU"   # the variable is for processes that this one starts
-    logger.info(f"using the CPU backend: {reason}")
-    return reason
-  return ""
+  reason = f"faster than OpenCL on a CPU; DEV=CL selects OpenCL on {drivers.device_name(Device.default)}"
+  try: Device["CPU"].synchronize()
+  except Exception: return ""   # the CPU backend does not open; devices raise different types
+  helpers.DEV.value = os.environ["DEV"] = "CPU"   # the variable is for processes that this one starts
+  logger.info(f"using the CPU backend: {reason}")
+  return reason
 
 
 @functools.cache
@@ -81,22 +79,12 @@ def prepare_device() -> str:
     raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}): {remedy}") from e
 
 
-def device_name(opened: Any) -> str:
-  """Return a device's name, or else its architecture."""
-  if opened.device == "CUDA":
-    from .kernels import cuda
-    return cuda.device_name(opened)
-  info = pathlib.Path("/proc/cpuinfo")
-  names = re.findall(r"model name\s*: (.*)", info.read_text()) if opened.device == "CPU" and info.exists() else []
-  return [*names, getattr(opened, "device_name", opened.arch or "")][0]
-
-
 def tiles_path() -> pathlib.Path:
   """Return the file of tuned tiles (kernels/matmul.choose_tiles) for the default device and these kernels, which
   `tinyvllm doctor --tune` writes. Other devices and kernels have other files."""
-  files = sorted(x for x in pathlib.Path(drivers.__file__).parent.iterdir() if x.is_file())
-  digest = hashlib.sha256(b"".join(x.read_bytes() for x in files)).hexdigest()[:8]
-  return tinygrad_patches.cache_folder() / re.sub(r"[^\w.]+", "_", f"tuned {device_name(Device.default)} {digest}.json")
+  digest = kernel_cache.source_hash(pathlib.Path(drivers.__file__).parent)[:8]
+  name = re.sub(r"[^\w.]+", "_", f"tuned {drivers.device_name(Device.default)} {digest}.json")
+  return tinygrad_patches.cache_folder() / name
 
 
 def prepare_tuned_device() -> dict[str, str]:

@@ -30,8 +30,8 @@ def device_name() -> str:
   """Return the name of tinygrad's default device, from the system or the driver."""
   from tinygrad import Device
 
-  from tinyvllm_extra import programs
-  programs.prepare_device()   # also finds a compiler that is not on the PATH
+  from tinyvllm_extra.programs import drivers, prepare_device
+  prepare_device()   # also finds a compiler that is not on the PATH
   if Device.DEFAULT == "METAL":
     return read_output("system_profiler", "SPDisplaysDataType").split("Chipset Model:")[1].splitlines()[0]
   if Device.DEFAULT == "WEBGPU":
@@ -39,9 +39,9 @@ def device_name() -> str:
     webgpu.wgpuDeviceGetAdapterInfo(Device.default.device_res, info := webgpu.WGPUAdapterInfo())   # type: ignore
     texts = [(text.data, text.length) for text in (info.device, info.description)]
     return ", ".join(ctypes.string_at(*text).decode() for text in texts if text[1])
-  if Device.DEFAULT != "CPU": return programs.device_name(Device.default)
+  if Device.DEFAULT != "CPU": return drivers.device_name(Device.default)
   on_mac = platform.system() == "Darwin"
-  name = read_output("sysctl", "-n", "machdep.cpu.brand_string") if on_mac else programs.device_name(Device.default)
+  name = read_output("sysctl", "-n", "machdep.cpu.brand_string") if on_mac else drivers.device_name(Device.default)
   return f"{name.strip()}, {os.cpu_count()} cores"
 
 

@@ -36,7 +36,7 @@ from tinyvllm.llama import Llama
 from tinyvllm_extra.formats.weights import FastCheckpoint
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 from tinyvllm_extra import graph_policy, programs
-from tinyvllm_extra.kernels import make_backend
+from tinyvllm_extra.kernels import drivers, make_backend
 from tinyvllm_extra.kernels.matmul import FastLinear, new_flags, scales_shape
 from tinyvllm_extra.kernels.parallel import Stages
 from tinyvllm_extra.models.matrices import E4M3, NUMBER_FORMATS
@@ -376,8 +376,8 @@ def token_bytes(llm: LLM) -> int:
 
 
 def machine_line() -> str:
-  host = f"{programs.device_name(Device['CPU'])}, {os.cpu_count()} cores"
-  device = [] if Device.DEFAULT == "CPU" else [programs.device_name(Device.default)]
+  host = f"{drivers.device_name(Device['CPU'])}, {os.cpu_count()} cores"
+  device = [] if Device.DEFAULT == "CPU" else [drivers.device_name(Device.default)]
   versions = f"Python {platform.python_version()}, tinygrad {version('tinygrad')}, numpy {numpy.__version__}"
   backend = f"{Device.DEFAULT} ({type(Device.default.renderer).__name__})"
   return ", ".join([host, *device, backend, versions, str(date.today())])

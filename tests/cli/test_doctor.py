@@ -58,7 +58,7 @@ def test_probe_prints_facts_and_bandwidth(monkeypatch, capfd):
 
 def test_probe_prints_the_reason_of_an_error(monkeypatch, capfd):
   def fail(): raise RuntimeError("no device") from ExceptionGroup("all", [OSError("a\nb"), OSError(), OSError("a")])
-  monkeypatch.setattr(doctor, "open_device", fail)
+  monkeypatch.setattr(doctor.fit, "open_device", fail)
   doctor.probe(1.0)
   assert json.loads(capfd.readouterr().out) == {"doctor": {"reason": "a; OSError()"}}
   assert doctor.reason_of(ValueError("first\nsecond")) == "first" and doctor.reason_of(KeyError()) == "KeyError()"
@@ -77,10 +77,10 @@ def test_bandwidth_is_bytes_per_median_time(monkeypatch, step, seconds, calls):
 
 
 def test_device_name_is_the_architecture_of_unnamed_devices():
-  assert programs.device_name(SimpleNamespace(device="NULL", arch="an architecture")) == "an architecture"
-  assert programs.device_name(SimpleNamespace(device="NULL", arch=None, device_name="A GPU")) == "A GPU"
+  assert drivers.device_name(SimpleNamespace(device="NULL", arch="an architecture")) == "an architecture"
+  assert drivers.device_name(SimpleNamespace(device="NULL", arch=None, device_name="A GPU")) == "A GPU"
   names = re.findall(r"model name\s*: (.*)", subprocess.getoutput("cat /proc/cpuinfo"))
-  assert programs.device_name(SimpleNamespace(device="CPU", arch="an architecture")) == [*names, "an architecture"][0]
+  assert drivers.device_name(SimpleNamespace(device="CPU", arch="an architecture")) == [*names, "an architecture"][0]
 
 
 # The user's process
@@ -286,7 +286,7 @@ def test_choices_that_are_damaged_or_of_other_kernels_are_ignored(tuned, caplog,
   tuned.write_text(text)
   assert programs.prepare_tuned_device() == matmul.choices == choices
   assert caplog.text.count(f"{tuned} is ignored: ") == (not choices)
-  monkeypatch.setattr(programs, "device_name", lambda device: "A GPU/2")
+  monkeypatch.setattr(drivers, "device_name", lambda device: "A GPU/2")
   monkeypatch.setattr(programs.drivers, "__file__", str(tuned))
   name, kernels_hash = programs.tiles_path().stem.rsplit("_", 1)
   assert name == "tuned_A_GPU_2" and len(kernels_hash) == 8 and kernels_hash not in tuned.name

@@ -136,7 +136,7 @@ def test_engine_restores_the_steps_of_an_earlier_one(run, tmp_path, quantization
 @pytest.mark.parametrize("change", ["option", "code", "choices", "backend", "level"])
 def test_changed_step_is_captured(run, monkeypatch, tmp_path, change):
   run()
-  if change == "code": monkeypatch.setattr(kernels, "source_hash", lambda: "other")
+  if change == "code": monkeypatch.setattr(kernels, "source_hash", lambda *folders: "other")
   if change == "level": monkeypatch.setattr(helpers.CACHELEVEL, "value", 1)
   (path := tmp_path / "tuned.json").write_text('{"linear": "4"}')
   if change == "choices": monkeypatch.setattr(programs, "tiles_path", lambda: path)

@@ -2,9 +2,8 @@
 models fit. Each backend runs in its own process, since a driver may hang or crash. The bandwidth test runs the
 engine's matmul, so that it predicts the engine's speed. `--tune` measures the tiles of matrix kernels in a model's
 shapes, for steps that decode, and keeps the fastest ones in the file of programs.tiles_path."""
-import copy, importlib.metadata, json, os, pathlib, platform, re, shlex, shutil, signal, subprocess, sys, time
+import copy, importlib.metadata, json, os, pathlib, platform, re, shlex, shutil, signal, subprocess, sys, time, typing
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from tinygrad import Context, Device, Tensor, TinyJit, dtypes, helpers, nn
@@ -14,8 +13,7 @@ from tinyvllm import __version__
 from tinyvllm.backend import Devices, Linear
 from tinyvllm.config import InputError, JsonObject, check, read_json
 from tinyvllm_extra import models, programs
-from tinyvllm_extra.formats import gguf, hub
-from tinyvllm_extra.formats.fit import DTYPES, GIB, QUANTIZED, estimate_fit, is_in_layer, open_device, prequantized
+from tinyvllm_extra.formats import fit, gguf, hub
 from tinyvllm_extra.kernels import drivers, kernel_cache, make_backend, matmul
 from tinyvllm_extra.models.matrices import NUMBER_FORMATS
 from tinyvllm_extra.options import LLMConfig
@@ -38,13 +36,13 @@ def probe(seconds: float) -> None:
   unless `seconds` is 0, its bandwidth as another one: a crash loses only later lines."""
   def emit(**facts: object) -> None: print("\n" + json.dumps({"doctor": facts}), flush=True)
   try:
-    facts = open_device()
+    facts = fit.open_device()
     best = make_backend()
     total = drivers.device_memory(Device.DEFAULT).total
     most = best.memory.largest_tensor()
-    emit(opens=True, device=programs.device_name(Device.default), **facts, total_gib=total / GIB,
-         renderer=f"{Device.DEFAULT} {type(Device.default.renderer).__name__}", largest_gib=min(total, most) / GIB)
-    size = min(BUFFER, most, int(facts["free_gib"] * GIB) // 4)
+    emit(opens=True, device=drivers.device_name(Device.default), **facts, total_gib=total / fit.GIB,
+         renderer=f"{Device.DEFAULT} {type(Device.default.renderer).__name__}", largest_gib=min(total, most) / fit.GIB)
+    size = min(BUFFER, most, int(facts["free_gib"] * fit.GIB) // 4)
     if seconds: emit(gb_per_s=bandwidth(best.Linear, size, getattr(dtypes, facts["dtype"]), seconds) / 1e9)
   except Exception as error: emit(reason=reason_of(error))   # backends raise various exceptions
 
@@ -67,7 +65,7 @@ def seconds_per_layer(layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor, s
   return float(np.median(durations[2:])) / len(layers)
 
 
-def bandwidth(layer_type: type[Linear], size: int, dtype: Any, seconds: float) -> float:
+def bandwidth(layer_type: type[Linear], size: int, dtype: typing.Any, seconds: float) -> float:
   """Return the median memory bandwidth, in bytes per second, of a backend's x @ W.T in a graph. size: bytes of W. On a
   fast device the graph reads W 16 times, like a model's layers: a single read would measure the host."""
   linear = layer_type(INPUTS, {"W": size // INPUTS // dtype.itemsize // 16 * 16}, False, dtype)
@@ -82,12 +80,12 @@ def bandwidth(layer_type: type[Linear], size: int, dtype: Any, seconds: float) -
 def copies_of(layer: matmul.FastLinear, quantization: str | None) -> list[matmul.FastLinear]:
   """Return KERNELS layers, copies of one for tensor cores with zeros as weights. The same copy returns after BUFFER
   bytes of weights or more. quantization: "int8" or "int4" for a matrix in layers, or None."""
-  if quantization and is_in_layer(next(iter(layer.sources))):
+  if quantization and fit.is_in_layer(next(iter(layer.sources))):
     layer.number_format = NUMBER_FORMATS[np.dtype({"int8": np.int8, "int4": np.uint8}[quantization])]
     (tiles, parts), bits = layer.weight.max_shape[:2], layer.number_format.bits
     layer.weight = Tensor.empty(tiles, parts, 8, 4, bits // 2, dtype=dtypes.uint32)
-    names = ("scale", "offset")[:8 // bits]   # int8 has no offset
-    layer.scales = {name: Tensor.empty(tiles, parts, 8, 2, dtype=dtypes.half) for name in names}
+    # int8 has no offset
+    layer.scales = {x: Tensor.empty(tiles, parts, 8, 2, dtype=dtypes.half) for x in ("scale", "offset")[:8 // bits]}
   for x in nn.state.get_parameters(layer): x.replace(x.zeros_like().contiguous().realize())
   layer.flags = matmul.new_flags(Device.DEFAULT)
   copies = [copy.copy(layer) for _ in range(min(KERNELS, 1 + BUFFER // layer.weight.nbytes()))]
@@ -123,7 +121,7 @@ def tune(name: str, hf: JsonObject, quantization: str | None) -> list[JsonObject
   check(layers, f"DEV={Device.DEFAULT} has nothing to tune for {name}: only CUDA's tensor cores have several kernels")
   report: list[JsonObject] = []
   for layer in helpers.tqdm(layers.values(), desc="measuring", disable=None):
-    copies = copies_of(layer, prequantized(hf) or quantization)
+    copies = copies_of(layer, fit.prequantized(hf) or quantization)
     for x in [Tensor.ones(T, 32 * layer.weight.max_shape[1], dtype=model.dtype).contiguous().realize() for T in ROWS]:
       report.append({"matrix": ", ".join(name.rpartition(".")[2] for name in layer.sources), **choose(copies, x, kept)})
   kernel_cache.write(tiles_path(), json.dumps(kept, indent=1).encode())
@@ -155,20 +153,20 @@ def make_report(seconds: float, models: dict[str, JsonObject], kv_cache_dtype: s
   why = f"DEV={dev}" if dev else default.get("why") or f"the first of {', '.join(ORDER)} that opens"
   machine = {"tinyvllm": __version__, "tinygrad": importlib.metadata.version("tinygrad"),
              "python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count(),
-             "free_gib": drivers.host_memory().free / GIB, "total_gib": drivers.host_memory().total / GIB}
+             "free_gib": drivers.host_memory().free / fit.GIB, "total_gib": drivers.host_memory().total / fit.GIB}
   compiler = shutil.which(programs.find_compiler() or "")
   version = subprocess.getoutput(shlex.join([compiler, "--version"])).split("\n")[0] if compiler else ""
   return {"machine": machine, "compiler": {"path": compiler, "version": version}, "backends": backends,
           "chosen": default_rows[0]["backend"] if default_rows else None,
           "why": why if default_rows else f"{why}: {default.get('reason', 'it failed in the second test')}",
-          "fit": [estimate_fit(name, hf, row, LLMConfig(quantization=x, kv_cache_dtype=kv_cache_dtype))
+          "fit": [fit.estimate_fit(name, hf, row, LLMConfig(quantization=x, kv_cache_dtype=kv_cache_dtype))
                   for row in (default_rows or opened)[:1] for name, hf in models.items()
-                  for x in ([None] if prequantized(hf) else [None, *QUANTIZED])]}
+                  for x in ([None] if fit.prequantized(hf) else [None, *fit.QUANTIZED])]}
 
 
 def table(rows: list[JsonObject], *columns: str) -> list[str]:
   """Return the lines of a table, header first. columns: keys of the rows to print (default: all)."""
-  def show(x: Any) -> str: return f"{x:.{1 if x > 10 else 3}f}" if type(x) is float else WORDS.get(str(x), str(x)[:36])
+  def show(x) -> str: return f"{x:.{1 if x > 10 else 3}f}" if type(x) is float else WORDS.get(str(x), str(x)[:36])
   names = columns or [*dict.fromkeys(name for row in rows for name in row)]
   cells = [names, *[[show(row.get(name, "-")) for name in names] for row in rows]]
   widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -178,7 +176,7 @@ def table(rows: list[JsonObject], *columns: str) -> list[str]:
 def format_report(report: JsonObject) -> list[str]:
   """Return the report as lines of text."""
   rows = [row for row in report["backends"] if "reason" not in row]
-  head, *lines = table(rows, "backend", "device", *DTYPES, "free_gib", "total_gib", "largest_gib", "gb_per_s")
+  head, *lines = table(rows, "backend", "device", *fit.DTYPES, "free_gib", "total_gib", "largest_gib", "gb_per_s")
   lines = [f"{row['backend']:7}  {'opens, but its test failed' if row['opens'] else 'does not open'}: {row['reason']}"
            if "reason" in row else lines.pop(0) for row in report["backends"]]
   best = max(rows, key=lambda row: row["gb_per_s"])["backend"] if rows else None

@@ -1,7 +1,6 @@
-"""CUDA: read-back that does not wait for later steps, and device properties."""
-import ctypes, weakref
+"""CUDA: read-back that does not wait for later steps."""
+import ctypes, typing, weakref
 from collections.abc import Callable
-from typing import Any, cast
 
 import numpy as np
 from tinygrad import Tensor
@@ -9,37 +8,21 @@ from tinygrad.device import Buffer, BufferSpec
 from tinygrad.dtype import _to_np_dtype
 from tinygrad.runtime.ops_cuda import CUDADevice, check, cuda, init_c_var
 
-from .drivers import READERS, MemoryReport
 from .fast_backend import FastBackend
 
 PINNED = BufferSpec(host=True)
-
-
-def device_name(device: CUDADevice) -> str:
-  name = init_c_var(ctypes.c_char * 256, lambda x: check(cuda.cuDeviceGetName(x, 256, device.cu_device)))
-  return name.value.decode()
-
-
-def cuda_memory(device: CUDADevice) -> MemoryReport:
-  """Return the device's memory. Makes its context current."""
-  check(cuda.cuCtxSetCurrent(device.context))
-  check(cuda.cuMemGetInfo_v2(ctypes.byref(free := ctypes.c_size_t()), ctypes.byref(total := ctypes.c_size_t())))
-  return MemoryReport(free.value, total.value)
-
-
-READERS["CUDA"] = cuda_memory
 
 
 class CUDABackend(FastBackend):
   """The backend for NVIDIA GPUs."""
   reads_early = True
 
-  def start_reading(self, tensor: Tensor) -> Callable[[], Any]:
+  def start_reading(self, tensor: Tensor) -> Callable[[], typing.Any]:
     """Start to copy a tensor to the host. Return a function that waits for the copy and returns nested lists.
     tinygrad's own read-back also waits for kernels that were launched later."""
     if not tensor.numel(): return tensor.tolist
-    buffer = cast(Buffer, tensor.uop.buffer)
-    device = cast(CUDADevice, buffer.allocator.dev)   # Device.default is forbidden while another thread captures
+    buffer = typing.cast(Buffer, tensor.uop.buffer)
+    device = typing.cast(CUDADevice, buffer.allocator.dev)   # Device.default is forbidden while another thread captures
     check(cuda.cuCtxSetCurrent(device.context))
     host = device.allocator.alloc(buffer.nbytes, PINNED)
     check(cuda.cuMemcpyDtoHAsync_v2(host, buffer._buf, buffer.nbytes, None))
@@ -56,7 +39,7 @@ class CUDABackend(FastBackend):
       for part in memory: device.allocator.free(*part)
       return values.reshape(tensor.shape).tolist()
 
-    def read() -> Any: return finalizer()
+    def read() -> typing.Any: return finalizer()
     finalizer = weakref.finalize(read, finish)   # also if a failed step drops the function without a call
     finalizer.atexit = False   # the driver may be gone by then
     return read

@@ -1,11 +1,10 @@
-"""Questions to the operating system and to the drivers of devices: how much memory this process may use, how much a
-device has, and whether an OpenCL device is a CPU. Reads the attributes of tinygrad's device objects."""
-import contextlib, ctypes, gc, os, pathlib, re, resource
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+"""Questions to the operating system and to the drivers of devices: how much memory this process may use, a device's
+name and memory, and whether an OpenCL device is a CPU. Reads the attributes of tinygrad's device objects."""
+import contextlib, ctypes, gc, os, pathlib, re, resource, typing
+from collections.abc import Iterator
 
 from tinygrad import Device
-from tinygrad.device import LRUAllocator
+from tinygrad.device import Compiled, LRUAllocator
 from tinygrad.runtime import autogen
 
 from tinyvllm.backend import Memory, cpu_cores
@@ -21,7 +20,7 @@ CPU_CACHE = 2**32   # maximum bytes of the KV cache on a CPU, if one sequence fi
 VRAM = (1, 2)   # KFD's heap types of a card's memory: accessible to the host, and not accessible
 
 
-class MemoryReport(NamedTuple):
+class MemoryReport(typing.NamedTuple):
   """A device's memory in bytes. largest: maximum bytes of a tensor; 0 if the driver has no such limit. is_known: False
   if the driver does not report its memory, and this is the host's."""
   free: int
@@ -87,7 +86,26 @@ def can_access_peer(reader: str, owner: str) -> bool:
   return bool(init_c_var(ctypes.c_int, lambda x: check(cuda.cuDeviceCanAccessPeer(ctypes.byref(x), *devices))).value)
 
 
-def amd_memory(device: Any) -> MemoryReport:
+def device_name(device: Compiled) -> str:
+  """Return a device's name, or else its architecture."""
+  if device.device == "CUDA":
+    from tinygrad.runtime.ops_cuda import check, cuda, init_c_var   # slow to import
+    name = init_c_var(ctypes.c_char * 256, lambda x: check(cuda.cuDeviceGetName(x, 256, vars(device)["cu_device"])))
+    return name.value.decode()
+  info = PROC / "cpuinfo"
+  names = re.findall(r"model name\s*: (.*)", info.read_text()) if device.device == "CPU" and info.exists() else []
+  return [*names, getattr(device, "device_name", device.arch or "")][0]
+
+
+def cuda_memory(device: typing.Any) -> MemoryReport:
+  """Return the device's memory. Makes its context current."""
+  from tinygrad.runtime.ops_cuda import check, cuda   # slow to import
+  check(cuda.cuCtxSetCurrent(device.context))
+  check(cuda.cuMemGetInfo_v2(ctypes.byref(free := ctypes.c_size_t()), ctypes.byref(total := ctypes.c_size_t())))
+  return MemoryReport(free.value, total.value)
+
+
+def amd_memory(device: typing.Any) -> MemoryReport:
   """Read the files of Linux's amdgpu and KFD drivers. A card that tinygrad's own driver runs is not shared."""
   iface = device.iface
   if hasattr(iface, "dev_impl"): return MemoryReport(iface.dev_impl.vram_size, iface.dev_impl.vram_size)
@@ -97,24 +115,24 @@ def amd_memory(device: Any) -> MemoryReport:
   return MemoryReport(total - vram_used, total)
 
 
-def metal_memory(device: Any) -> MemoryReport:
+def metal_memory(device: typing.Any) -> MemoryReport:
   """Return the limit that Metal recommends for a process. On Apple silicon it is a part of the host's memory."""
   gpu = device.sysdevice
   total = gpu.recommendedMaxWorkingSetSize()
   return MemoryReport(total - gpu.currentAllocatedSize(), total, gpu.maxBufferLength())
 
 
-def opencl_info(device: Any, name: str) -> int:
+def opencl_info(device: typing.Any, name: str) -> int:
   """Return the property CL_DEVICE_`name`, an integer of at most 8 bytes."""
   key = getattr(autogen.opencl, f"CL_DEVICE_{name}")
   autogen.opencl.clGetDeviceInfo(device.cl_dev, key, 8, ctypes.byref(value := ctypes.c_uint64()), None)
   return value.value
 
 
-def is_opencl_cpu(device: Any) -> bool: return bool(opencl_info(device, "TYPE") & 2)   # CL_DEVICE_TYPE_CPU
+def is_opencl_cpu(device: typing.Any) -> bool: return bool(opencl_info(device, "TYPE") & 2)   # CL_DEVICE_TYPE_CPU
 
 
-def opencl_memory(device: Any) -> MemoryReport:
+def opencl_memory(device: typing.Any) -> MemoryReport:
   """OpenCL does not report free memory: it is the total, or less if the host's memory is used."""
   total = opencl_info(device, "GLOBAL_MEM_SIZE")
   uses_host = is_opencl_cpu(device) or opencl_info(device, "HOST_UNIFIED_MEMORY")
@@ -122,7 +140,7 @@ def opencl_memory(device: Any) -> MemoryReport:
   return MemoryReport(free, total, opencl_info(device, "MAX_MEM_ALLOC_SIZE"))
 
 
-def webgpu_memory(device: Any) -> MemoryReport:
+def webgpu_memory(device: typing.Any) -> MemoryReport:
   """WebGPU limits buffers. Dawn also reports the sizes of an adapter's memory heaps, but not how much is free."""
   webgpu = autogen.webgpu
   webgpu.wgpuDeviceGetLimits(device.device_res, limits := webgpu.WGPUSupportedLimits())
@@ -139,8 +157,7 @@ def webgpu_memory(device: Any) -> MemoryReport:
   return MemoryReport(total if is_discrete else min(total, host_memory().free), total, largest)
 
 
-READERS: dict[str, Callable[[Any], MemoryReport]] = {   # cuda.py adds its own
-  "AMD": amd_memory, "METAL": metal_memory, "CL": opencl_memory, "WEBGPU": webgpu_memory}
+READERS = {"CUDA": cuda_memory, "AMD": amd_memory, "METAL": metal_memory, "CL": opencl_memory, "WEBGPU": webgpu_memory}
 
 
 class DriverMemory(Memory):

@@ -1,7 +1,6 @@
 """Caches on disk of lowered and compiled kernels, and of captured steps: a later process neither lowers nor traces
 them."""
-import contextlib, dataclasses, functools, hashlib, importlib.metadata, io, os, pathlib, pickle, types, zlib
-from typing import Any
+import contextlib, dataclasses, functools, hashlib, importlib.metadata, io, os, pathlib, pickle, types, typing, zlib
 
 from tinygrad import Tensor, UOp, codegen, helpers
 from tinygrad.codegen import do_to_program
@@ -14,8 +13,7 @@ from tinyvllm.backend import Backend, renderer
 from tinyvllm.runner import GraphKey, Runner
 from tinyvllm_extra.graph_policy import PaddedGraphs
 
-from . import matmul
-from .cpu import EXP2
+from . import cpu, matmul
 
 TINYGRAD = importlib.metadata.version("tinygrad")
 PATCHES = pathlib.Path(__file__).with_name("tinygrad_patches.py")   # change the program of an unchanged kernel
@@ -41,7 +39,7 @@ class KernelFolder:
   def file(self, renderer: Renderer, *content: object) -> pathlib.Path:
     """Return the file of what `renderer` makes of `content` with these versions, flags and settings."""
     settings = [x.value for x in codegen.to_program_config]
-    version = TINYGRAD, tinyvllm.__version__, PATCHES.read_bytes(), EXP2
+    version = TINYGRAD, tinyvllm.__version__, PATCHES.read_bytes(), cpu.EXP2
     compiler = type(renderer), renderer.target, getattr(renderer.compiler, "args", None), self.compiler
     return self.path / hashlib.sha256(repr((content, compiler, settings, version)).encode()).hexdigest()
 
@@ -55,10 +53,9 @@ def write(path: pathlib.Path, data: bytes) -> None:
 
 
 @functools.cache
-def source_hash() -> str:
-  """Return a hash of all code of tinyvllm."""
-  core, extension = pathlib.Path(tinyvllm.__file__).parent, pathlib.Path(__file__).parents[1]
-  files = [x for kind in ("py", "cu*", "c", "json") for root in (core, extension) for x in root.rglob(f"*.{kind}")]
+def source_hash(*folders: pathlib.Path) -> str:
+  """Return a hash of all code in these folders."""
+  files = [x for kind in ("py", "cu*", "c", "json") for folder in folders for x in folder.rglob(f"*.{kind}")]
   return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
 
 
@@ -71,16 +68,16 @@ class StoredStep(pickle.Pickler):
     super().__init__(self.stream)
     self.numbers: dict[UOp, int] = {}
     tables = [x for x in vars(runner).values() if isinstance(x, Tensor)]   # a subclass may have more
-    self.dump([runner.backend, runner.model, runner.config, runner.logits, runner.kv_caches, runner.ropes, tables,
-               words])
-    self.path = folder.file(renderer(), self.stream.getvalue(), key, source_hash(), matmul.choices)
+    self.dump([runner.model, runner.config, runner.logits, runner.kv_caches, runner.ropes, tables, words])
+    code = source_hash(pathlib.Path(tinyvllm.__file__).parent, pathlib.Path(__file__).parents[1])
+    self.path = folder.file(renderer(), self.stream.getvalue(), key, code, matmul.choices)
 
   def persistent_id(self, x: object) -> tuple | None:
     if isinstance(x, Tensor): return self.persistent_id(x.uop.base), x.shape
     if not isinstance(x, UOp) or x.op is not Ops.BUFFER or x.arg.device is None: return None
     return self.numbers.setdefault(x, len(self.numbers)), x.device, *x.shape, x.dtype
 
-  def reducer_override(self, x: object) -> Any:
+  def reducer_override(self, x: object) -> typing.Any:
     """Keep of a compiled kernel only what runs it, and of a backend its class."""
     if isinstance(x, Backend): return type(x), ()
     if isinstance(x, type | types.FunctionType) and x.__module__.partition(".")[0] not in PACKAGES:
