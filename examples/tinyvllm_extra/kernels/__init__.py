@@ -1,12 +1,10 @@
 """Kernels and backends that are faster than the core's."""
 from tinygrad import Device
 
-from tinyvllm.backend import Backend
-
 from .fast_backend import FastBackend
 
 
-def make_backend() -> Backend:
+def make_backend() -> FastBackend:
   """Return the fastest backend for the default device."""
   if Device.DEFAULT != "CUDA": return FastBackend()
   from .cuda import CUDABackend   # slow to import

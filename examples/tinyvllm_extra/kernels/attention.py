@@ -22,8 +22,7 @@ from tinygrad.uop.ops import AxisType, Ops, sint
 
 from tinyvllm.backend import TOKENS, cpu_cores, renderer
 
-from . import cuda_source
-from .cpu import AVX512
+from . import cpu, cuda_source
 from .cuda_source import Launch
 from .schedule import axis, call, end, fold, kernel_of, lane_axis, unrolled
 
@@ -107,7 +106,7 @@ def read(tensors: dict[str, Tensor], options: ScoreOptions) -> Tensor:
   block_size = keys.max_shape[3]
   launch = Launch(f"attend_{T}", "attention.c", options.definitions(tensors) | {
     "ELEMENT": keys.dtype.name, "half": "_Float16", "BLOCK_SIZE": block_size, "CORES": cores, "TILE": max(1, 48 // G),
-    "STEP": max(1, 64 // block_size) * block_size, "LANES": math.gcd(-(-D // 16) * 16, 64 if AVX512 else 16),
+    "STEP": max(1, 64 // block_size) * block_size, "LANES": math.gcd(-(-D // 16) * 16, 64 if cpu.AVX512 else 16),
     "ROWS": 6 if T > 64 else min(G, 6)}, (cores, 1, 1))
   return cuda_source.run(launch, **tensors)[0]
 

@@ -1,7 +1,5 @@
 """A tensor's buffers on its devices, and tensors whose shards are on several devices. For tinygrad, most shards are
 copies of one tensor."""
-from collections.abc import Sequence
-
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.device import Buffer, MultiBuffer
@@ -34,6 +32,6 @@ def copy_to_devices(tensor: Tensor, array: np.ndarray) -> None:
   for buffer in buffers_of(tensor): write(buffer, array)
 
 
-def stack_shards(tensors: Sequence[Tensor]) -> Tensor:
+def stack_shards(tensors: list[Tensor]) -> Tensor:
   """Return one tensor whose shards are `tensors`, each on its device."""
   return Tensor(UOp.mstack(*[x.uop for x in tensors])).clone().realize()

@@ -1,8 +1,7 @@
 """CPU: captured steps that run on all cores, allocation in huge pages, and exp2 without branches. tinygrad_patches.py
 installs them in tinygrad."""
-import concurrent.futures, ctypes, dataclasses, functools, mmap, os, pathlib, platform, threading
+import concurrent.futures, ctypes, dataclasses, functools, mmap, os, pathlib, platform, threading, typing
 from collections.abc import Callable
-from typing import cast
 
 import numpy as np
 from tinygrad import Device, UOp, device, helpers
@@ -51,7 +50,7 @@ void run_step(u64 (*calls)[{1 + MAX_ARGUMENTS}], _Atomic u64 (*done)[8], u64 cou
 @functools.cache
 def step_program() -> tuple[CPUProgram, int | None]:
   """Return the compiled RUN_STEP and the address of usleep, which it takes as an argument."""
-  cpu = cast(CPUDevice, Device["CPU"])
+  cpu = typing.cast(CPUDevice, Device["CPU"])
   elf = device.TinyELF(cpu.renderer.compiler.compile(RUN_STEP), "run_step", cpu.renderer.target, ())
   return CPUProgram(cpu, elf), ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
 
@@ -72,7 +71,7 @@ class CPUGraph(jit.GraphRunner):
   @functools.cached_property
   def table(self) -> np.ndarray:
     """Return the calls, (kernels, cores, 1 + MAX_ARGUMENTS): a kernel's address (0: no call) and its arguments."""
-    kernels = cast(list[CPUProgram], self.runtimes)
+    kernels = typing.cast(list[CPUProgram], self.runtimes)
     cores = max(program.arg.global_size[0] for _, program, *_ in self.calls)
     table = np.zeros((len(kernels), cores, 1 + MAX_ARGUMENTS), np.uint64)
     for core_calls, (_, program, buffers, _), kernel in zip(table, self.calls, kernels, strict=True):

@@ -1,6 +1,5 @@
 """Makes kernels of tinygrad from CUDA sources and, for CPUs, from C sources."""
-import functools, pathlib
-from typing import NamedTuple
+import functools, pathlib, typing
 
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
@@ -9,8 +8,7 @@ from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 
 from tinyvllm.backend import renderer
 
-from .cpu import EXP2
-from .schedule import call
+from . import cpu, schedule
 
 TYPES = {dtypes.half: "f16", dtypes.bfloat16: "bf16"}   # PTX's names
 # Types of operands by name. HAS_... tells a source whether a kernel has the operand, else a constant has its name
@@ -45,7 +43,7 @@ def wgmma(n: int, is_e4m3: bool = False) -> dict[str, object]:
     f'" {{{w}}}, %{n // 2 + 4}, p, 1, 1{f", %{n // 2 + 6}" * (not is_e4m3)};"'}
 
 
-class Launch(NamedTuple):
+class Launch(typing.NamedTuple):
   """A source's macros and the sizes of its launch: work groups in x, y and z, threads per group, and bytes of dynamic
   shared memory."""
   name: str
@@ -58,7 +56,7 @@ class Launch(NamedTuple):
 
 def run(launch: Launch, **tensors: Tensor | None) -> list[Tensor]:
   """Return the tensors after a kernel. tensors: by names of OPERANDS."""
-  return call(functools.partial(program_of, launch), **tensors)
+  return schedule.call(functools.partial(program_of, launch), **tensors)
 
 
 def program_of(launch: Launch, operands: dict[str, UOp]) -> UOp:
@@ -75,7 +73,7 @@ def program_of(launch: Launch, operands: dict[str, UOp]) -> UOp:
   texts = [pathlib.Path(__file__).with_name(file).read_text() for file in (*headers, launch.file)]
   constant = "static" if is_c else "constexpr"
   omitted = [f"{constant} {kind} const {x} = 0;" for x, kind in OPERANDS.items() if x not in operands]
-  source = "\n".join([*macros, *omitted, *[EXP2] * is_c, *texts])
+  source = "\n".join([*macros, *omitted, *[cpu.EXP2] * is_c, *texts])
   written = tuple(i for i, x in enumerate(operands) if not OPERANDS[x].startswith("const"))
   arguments = UOp(Ops.LINEAR, src=tuple(x.base for x in operands.values()))
   info = ProgramInfo(name, launch.groups, (launch.threads, 1, 1), (core,) if is_c else (), slots, written,

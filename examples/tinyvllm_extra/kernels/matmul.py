@@ -16,9 +16,7 @@ from tinyvllm_extra.models.layers import group_rows
 from tinyvllm_extra.models.matrices import (STORED, UNQUANTIZED, Matrix, Quantized, narrow, pack_numbers,
                                             prepare_scales, reorder, scales_shape, stored_shape, stored_weights)
 
-from . import cuda_source
-from .buffers import new_tensor
-from .cpu import SUMS
+from . import buffers, cpu, cuda_source
 from .schedule import axis, call, divisor, end, fold, kernel_of, lane_axis, unrolled
 
 ACTIVATIONS = {"": "x", "silu": "x / (1 + __expf(-(x)))",   # by method of Tensor
@@ -58,10 +56,9 @@ class Tiles:
 # The first ones with a fitting number of work groups are used, those for few rows also if there are fewer than their
 # rows. Quantized: fewer warps share the same outputs, as each warp dequantizes its own. With at most 132 work groups,
 # the multiprocessors of an H100 or H200, smaller ones would leave some idle, and each may use all shared memory.
-# Measured on both cards (tests/benchmarks/LOG.md)
+# Measured on both cards (tests/benchmarks/LOG.md). wgmma: the tiles of wgmma.cu, the largest first
 TABLES = {key: [Tiles(*sizes) for sizes in table] for key, table in
           json.loads(pathlib.Path(__file__).with_name("tiles.json").read_text()).items()}
-WGMMA = [Tiles(1, 32, 8, 1, 0), Tiles(1, 16, 8, 1, 0), Tiles(1, 8, 8, 1, 0)]
 choices: dict[str, str] = {}   # by key of `candidates`: `str` of the tiles to use (programs.tiles_path)
 
 
@@ -171,7 +168,7 @@ class FastExperts(FastLinear):
   """Matrices of several experts, stacked in one W in stored layout. sources: the first expert's, the second's, ..."""
   def group_rows(self, ids: Tensor) -> Tensor:
     """Return row_groups for this device's kernels, see layers.group_rows. ids: the experts of each token, (T, k)."""
-    return group_rows(ids.flatten(), self.num_experts, (SUMS, SUMS) if cpu_cores() else (8, 32))
+    return group_rows(ids.flatten(), self.num_experts, (cpu.SUMS, cpu.SUMS) if cpu_cores() else (8, 32))
 
 
 # Whether linear.c can read W, and multiply it by x
@@ -195,7 +192,7 @@ def candidates(layer: FastLinear, x: Tensor, row_groups: Tensor | None = None) -
   T, K, N, num_groups, limit = sizes["NUM_ROWS"], sizes["K"], sizes["N"], sizes["NUM_GROUPS"], 1
   if row_groups is None:
     least = 64 if layer.has_e4m3_inputs and N * K >= LARGE else 128   # rows for which wgmma.cu is the fastest
-    fitting = [x for x in WGMMA if x.rows >= least and T % x.rows == 0 == K % 64]
+    fitting = [x for x in TABLES["wgmma"] if x.rows >= least and T % x.rows == 0 == K % 64]
     if fitting and layer.flags is not None: return "", fitting
     if layer.axis == 1 and layer.bias is None: limit = math.gcd(K // 32, 8)   # maximum split-K
 
@@ -297,7 +294,7 @@ def new_flags(devices: str | tuple[str, ...]) -> Tensor | None:
   from tinygrad.runtime.autogen import cuda   # slow to import
   # 16: the number of multiprocessors
   cuda.cuDeviceGetAttribute(ctypes.byref(count := ctypes.c_int()), 16, vars(Device.default)["cu_device"])
-  return new_tensor(np.zeros(8 * count.value, np.uint32), devices)
+  return buffers.new_tensor(np.zeros(8 * count.value, np.uint32), devices)
 
 
 # Kernels in UOps
@@ -358,8 +355,7 @@ def sum_of_lanes(number: UOp, lane: UOp, lanes: int) -> UOp:
 def partial_sums(x: Tensor) -> list[Tensor]:
   """Return every device's partial sum x as a tensor that all devices can read."""
   if not isinstance(x.device, tuple): return [x]
-  count = len(x.device)
-  return [Tensor(UOp.mstack(*[x.uop.mselect(i)] * count)) for i in range(count)]
+  return [Tensor(UOp.mstack(*[x.uop.mselect(i)] * len(x.device))) for i in range(len(x.device))]
 
 
 class FastNorm(Norm):

@@ -3,15 +3,14 @@ import math
 from collections.abc import Callable
 
 from tinygrad import Tensor, UOp
-from tinygrad.codegen.opt import Opt
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, sint
 
 from tinyvllm.backend import cpu_cores
 
 
-def kernel_of(name: str, store: UOp, opts: tuple[Opt, ...] | None = None) -> UOp:
-  """Return a kernel that runs `store` over all its ranges. opts: tinygrad optimizations; None: its heuristics."""
+def kernel_of(name: str, store: UOp, opts: tuple | None = None) -> UOp:
+  """Return a kernel that runs `store` over all its ranges. opts: tinygrad's Opts; None: its heuristics."""
   return store.end(*store.ranges).sink(arg=KernelInfo(name=name, opts_to_apply=opts))
 
 

@@ -13,8 +13,7 @@ from tinygrad.uop.ops import Ops
 from tinyvllm.backend import cpu_cores, renderer
 from tinyvllm.config import logger
 
-from .cpu import AVX512, EXP2, CPUGraph, allocate, run_captured
-from .kernel_cache import TINYGRAD, KernelFolder
+from . import cpu, kernel_cache
 
 VERSION = "0.14.0"   # the patches were checked with it; for the next version, see examples/docs/tinygrad.md
 
@@ -28,8 +27,8 @@ def wrap(owner: type, name: str, function: Callable[..., object]) -> None:
 def apply(device: str) -> None:
   """Apply the patches for the default device, `device`. A repeated call changes nothing."""
   compiler = os.environ["CC"]
-  if TINYGRAD != VERSION:
-    logger.warning(f"tinygrad {TINYGRAD} is installed; tinyvllm needs tinygrad=={VERSION}")
+  if kernel_cache.TINYGRAD != VERSION:
+    logger.warning(f"tinygrad {kernel_cache.TINYGRAD} is installed; tinyvllm needs tinygrad=={VERSION}")
   if cpu_cores(): patch_cpu()
   if device == "CUDA": compiler = patch_cuda() or compiler
   # Lock the cache of freed buffers: engines on several threads copy to and from a device at the same time, and tinygrad
@@ -44,27 +43,27 @@ def apply(device: str) -> None:
   renderer().compiler.cachekey = None   # another cache, whose keys lack the compiler's version
   if helpers.CACHELEVEL < 1: return
   file = os.stat(shutil.which(compiler, os.F_OK) or os.devnull)   # its size and time identify the version
-  codegen.do_to_program = KernelFolder(cache_folder(), (compiler, file.st_size, file.st_mtime_ns))
+  codegen.do_to_program = kernel_cache.KernelFolder(cache_folder(), (compiler, file.st_size, file.st_mtime_ns))
 
 
 def patch_cpu() -> None:
   """Apply the patches for a CPU, or for a device with its renderer."""
   # Run captured steps with CPUGraph. tinygrad needs 50 us per kernel, and does not run its threads in parallel.
   # Checked with 0.14.0. Remove when tinygrad runs a CPU's graph on several threads
-  Device.default.graph = CPUGraph
+  Device.default.graph = cpu.CPUGraph
   # Allocate CPU buffers in huge pages. tinygrad uses pages of 4 KiB, which halves the memory bandwidth. Checked with
   # 0.14.0. Remove when CPUAllocator requests huge pages
-  wrap(CPUAllocator, "_alloc", allocate)
+  wrap(CPUAllocator, "_alloc", cpu.allocate)
   # Only build the steps that a thread captures in advance. tinygrad runs each captured step once. Checked with
   # 0.14.0. Remove when TinyJit can capture without running
-  wrap(CapturedJit, "__call__", run_captured)
+  wrap(CapturedJit, "__call__", cpu.run_captured)
   # Render exp2 as a call of cpu.EXP2. tinygrad's expansion has branches, which compilers do not vectorize. Checked with
   # 0.14.0. Remove when softmax is equally fast without this patch
   ClangRenderer.code_for_op = {**ClangRenderer.code_for_op, Ops.EXP2: lambda x, dtype: f"tv_exp2({x})"}
-  wrap(ClangRenderer, "_render_defines", lambda self, defines, uops: [EXP2, *defines(self, uops)])
+  wrap(ClangRenderer, "_render_defines", lambda self, defines, uops: [cpu.EXP2, *defines(self, uops)])
   # Make clang use the widest vectors. It prefers 256 bits on AVX-512, and tinygrad's float4 loads limit it to 128.
   # Checked with 0.14.0. Remove when kernels.py (tests/benchmarks) shows the same speed without this
-  if AVX512 and isinstance(renderer(), ClangRenderer): renderer().compiler.args.append("-mprefer-vector-width=512")
+  if cpu.AVX512 and isinstance(renderer(), ClangRenderer): renderer().compiler.args.append("-mprefer-vector-width=512")
   os.environ["DMC"] = "1"   # turns float4 off
   helpers.getenv.cache_clear()   # type: ignore[attr-defined]
 
