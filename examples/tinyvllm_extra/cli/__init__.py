@@ -14,7 +14,6 @@ flag that `tinyvllm COMMAND --help` shows.
 import os, subprocess, sys
 
 from tinyvllm import __version__
-from tinyvllm.config import JsonObject
 from tinyvllm_extra import options
 from tinyvllm_extra.sampling.params import SamplingParams
 from tinyvllm_extra.serving.server_config import ServerConfig
@@ -46,7 +45,7 @@ def make_parser(argv: list[str]) -> CommandParser:
 
 def main(argv: list[str] | None = None) -> int:
   """Run the command line. Return the exit code: 0, 130 after Ctrl-C, or 1 after an error in one line."""
-  args: JsonObject = {"variables": {}}
+  args: dict = {"variables": {}}
   try:
     try:
       argv = (sys.argv[1:] if argv is None else argv) or ["--help"]

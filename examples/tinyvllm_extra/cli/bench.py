@@ -4,7 +4,6 @@ import concurrent.futures, functools, math, os, random, time, typing
 from collections.abc import Callable, Iterable
 
 import numpy as np
-from tinygrad import Device
 
 from tinyvllm import LLM, SamplingParams, backend
 from tinyvllm.config import JsonObject, check, logger
@@ -51,7 +50,7 @@ def rates(llm: LLM, config: BenchConfig) -> None:
     if not n: continue
     times = np.array([run(llm, 1, *shape)[0].times for _ in range(config.repetitions + 1)][1:])
     samples = n / (times[:, -1] - times[:, 0])
-    print(f"| {llm.path.name:25} | {size:9.2f} MiB | {params:10.2f} M | {Device.DEFAULT:7} | {backend.cpu_cores():7} | "
+    print(f"| {llm.path.name:25} | {size:9.2f} MiB | {params:10.2f} M | {llm.devices[0]:7} | {backend.cpu_cores():7} | "
           f"{test + str(n):>7} | {samples.mean():9.2f} ± {samples.std(ddof=min(1, len(samples) - 1)):6.2f} |")
 
 

@@ -1,10 +1,9 @@
 """`tinyvllm pull`, `list` and `rm`: models in the hub's cache."""
-from tinyvllm.config import JsonObject
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.options import LLMConfig
 
 
-def main(args: JsonObject) -> None:
+def main(args: dict) -> None:
   """Run the command. Raises InputError for a model that does not exist."""
   folder = args.get("download_dir")
   if args["command"] == "pull": return print(hub.local_path(args["names"][0], LLMConfig(download_dir=folder)))

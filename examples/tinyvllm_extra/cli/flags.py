@@ -1,7 +1,6 @@
 """Flags of the command line: one for each field of the option classes, in groups; vLLM's short flags, JSON flags in
 parts and --config FILE; environment variables. Imports neither tinygrad nor numpy, so that --help is fast."""
-import argparse, dataclasses, difflib, functools, json, math, os, pathlib, re, types
-from typing import Any, NoReturn, get_args, get_origin
+import argparse, dataclasses, difflib, functools, json, math, os, pathlib, re, types, typing
 
 from tinyvllm.config import InputError, JsonObject, Options, check, logger, option, read_json
 from tinyvllm_extra import options, vllm_options
@@ -48,9 +47,10 @@ PARSING: dict[object, JsonObject] = {
 def form_of(field: dataclasses.Field, words: str) -> JsonObject:
   """Return the arguments of add_argument for a field's flag. The help text ends with the default value, unless it
   states it. words: of the command."""
-  value_type = get_args(field.type)[0] if isinstance(field.type, types.UnionType) else field.type   # int of int | None
-  several = {"nargs": "+", "action": "extend"} if get_origin(value_type) is list else {}
-  form = PARSING.get(get_args(value_type)[0] if several else value_type, {"type": JSON, "metavar": "JSON"})
+  # int of int | None
+  value_type = typing.get_args(field.type)[0] if isinstance(field.type, types.UnionType) else field.type
+  several = {"nargs": "+", "action": "extend"} if typing.get_origin(value_type) is list else {}
+  form = PARSING.get(typing.get_args(value_type)[0] if several else value_type, {"type": JSON, "metavar": "JSON"})
   choices, text = field.metadata["choices"], field.metadata["help"]
   if choices: form = form | {"metavar": f"{{{','.join(choices)}}}"}
   default: object = (FLAGS["run_defaults"] if "MODEL" in words else {"temperature": 0.0}).get(field.name, field.default)
@@ -69,7 +69,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 class CommandParser(argparse.ArgumentParser):
   """Refuses abbreviated flags, and suggests the nearest name for an unknown flag or command."""
-  def __init__(self, **options: Any):
+  def __init__(self, **options: typing.Any):
     form = functools.partial(HelpFormatter, max_help_position=32)
     super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=form, **options)
     self.commands: dict[str, CommandParser] = {}      # empty in the parser of a command
@@ -81,7 +81,7 @@ class CommandParser(argparse.ArgumentParser):
     self.source = f"{source}: "
     return vars(self.parse_args(words))
 
-  def error(self, message: str) -> NoReturn:
+  def error(self, message: str) -> typing.NoReturn:
     word = re.search(r"(?:unrecognized arguments: (?=-)|invalid choice: ')([\w-]+)", message)
     names = [*self._option_string_actions, *(name for action in self._actions for name in action.choices or ())]
     close = difflib.get_close_matches(word[1], names, 1) if word else []

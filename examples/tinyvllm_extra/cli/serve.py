@@ -3,10 +3,8 @@ import os, pathlib, signal, socket
 
 from tinyvllm.config import InputError, JsonObject, check
 from tinyvllm_extra import options, vllm_options
-from tinyvllm_extra.formats import hub
-from tinyvllm_extra.formats.fit import estimate_fit
-from tinyvllm_extra.router.children import Child
-from tinyvllm_extra.router.proxy import Router
+from tinyvllm_extra.formats import fit, hub
+from tinyvllm_extra.router import children, proxy
 from tinyvllm_extra.serving.app import Server, ServerConfig
 from tinyvllm_extra.trace import player
 
@@ -33,13 +31,13 @@ def read_arguments(args: JsonObject) -> tuple[str | None, JsonObject, ServerConf
   return model, engine, ServerConfig(**select_options(args, ServerConfig)), vllm_options.read_options(engine, model)
 
 
-def make_router(args: JsonObject, models: dict[str, JsonObject]) -> Router:
+def make_router(args: JsonObject, models: dict[str, JsonObject]) -> proxy.Router:
   """Return the router of several models. models: their options by name. Raises InputError for a wrong option."""
   config, device = ServerConfig(**select_options(args, ServerConfig)), doctor.run_probe(os.environ.get("DEV", ""), 0)
   check(device["opens"], f"no device opens: {device.get('reason')}")
   for name in FLAGS["of_one_model"]: check(name not in args, f"{name}: set it for one of the models, in --config FILE")
   shared = {name: x for name, x in args.items() if name not in (*FLAGS["of_router"], *FLAGS["not_shared"])}
-  children = list[Child]()
+  routed = list[children.Child]()
   for name, own in models.items():
     words = to_words(shared | own)
     parsed = args["root"].commands["serve"].parse_options(f"model {name}", words)
@@ -48,10 +46,10 @@ def make_router(args: JsonObject, models: dict[str, JsonObject]) -> Router:
       model, _, _, llm_config = read_arguments(parsed)
       hf, _ = doctor.read_model(hub.local_path(str(model), llm_config), llm_config.runner)
     except InputError as error: raise InputError(f"model {name}: {error}") from error
-    fit = estimate_fit(name, hf, device, llm_config)
-    share = parsed.get("gpu_memory_utilization") or fit["shared_gib"] / device["free_gib"]
-    children.append(Child(name, words, share, config.shutdown_timeout + 10))
-  return Router(children, args.get("gpu_memory_utilization", options.LLMConfig().gpu_memory_utilization), config)
+    estimate = fit.estimate_fit(name, hf, device, llm_config)
+    share = parsed.get("gpu_memory_utilization") or estimate["shared_gib"] / device["free_gib"]
+    routed.append(children.Child(name, words, share, config.shutdown_timeout + 10))
+  return proxy.Router(routed, args.get("gpu_memory_utilization", options.LLMConfig().gpu_memory_utilization), config)
 
 
 def make_server(args: JsonObject) -> Server:

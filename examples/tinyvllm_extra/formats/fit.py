@@ -1,6 +1,5 @@
 """Estimates the memory that a model uses on a device: from its config.json, or from the tensors in its files."""
-import collections, math, pathlib, re
-from typing import TYPE_CHECKING, NamedTuple
+import collections, math, pathlib, re, typing
 
 from tinygrad import Context, Device, dtypes, nn
 
@@ -12,7 +11,7 @@ from tinyvllm_extra.kernels import drivers
 from tinyvllm_extra.models.recurrent import state_shapes
 from tinyvllm_extra.options import LLMConfig
 
-if TYPE_CHECKING: from .weights import FastCheckpoint
+if typing.TYPE_CHECKING: from .weights import FastCheckpoint
 
 GIB = 2**30
 DTYPES = ["float32", "float16", "bfloat16"]
@@ -39,8 +38,7 @@ def prequantized(hf: JsonObject) -> str | None:
   return next((name for name in QUANTIZED if int(name[3:]) in bits), None)
 
 
-def estimate_fit(name: str, hf: JsonObject, row: JsonObject,
-                 config: LLMConfig = LLMConfig()) -> JsonObject:   # noqa: B008
+def estimate_fit(name: str, hf: JsonObject, row: JsonObject, config: LLMConfig = LLMConfig()) -> JsonObject:
   """Return a model's memory use on a backend, in all alone and on each device beside others, and the number of KV cache
   tokens that fit. hf: the content of config.json. row: the facts of a device of the backend. Raises InputError for an
   unsupported model."""
@@ -73,7 +71,7 @@ def is_in_layer(name: str) -> bool: return bool(re.search(r"\b(layers|h)\.\d", n
 
 
 # The facts that determine the memory of a weight. One that is not float keeps its size
-Weight = NamedTuple("Weight", [("name", str), ("shape", tuple), ("nbytes", int), ("is_float", bool)])
+Weight = typing.NamedTuple("Weight", [("name", str), ("shape", tuple), ("nbytes", int), ("is_float", bool)])
 
 
 def model_weights(model: Llama) -> list[Weight]:

@@ -1,8 +1,7 @@
 """Loads GGUF files (github.com/ggml-org/ggml, docs/gguf.md), which hold the config, the tokenizer and the weights.
 Quantized weights keep their values: q * scale + offset in groups of inputs."""
-import dataclasses, itertools, math, mmap, operator, os, pathlib, struct, types
+import dataclasses, itertools, math, mmap, operator, os, pathlib, struct, types, typing
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 from sentencepiece import SentencePieceProcessor
@@ -30,7 +29,7 @@ SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")   # in every par
 
 # Tensor types (ggml-common.h): the layouts of their blocks, and their weights as q * scale + offset
 
-class TensorType(NamedTuple):
+class TensorType(typing.NamedTuple):
   """The layout of a GGUF tensor type: a row is a sequence of blocks of `inputs` weights, each a numpy record of
   `fields`, named as in ggml: q, d (scale), m (offset) or dmin (minus offset), and scales (factors of d, then dmin)."""
   name: str
@@ -122,7 +121,7 @@ def read_header(path: pathlib.Path) -> tuple[JsonObject, dict[str, GGUFTensor]]:
   check(path.is_file() and os.access(path, os.R_OK), f"model: {path} is not a readable file")
   size = path.stat().st_size
   check(size, f"model: {path} is empty: expected a GGUF file")
-  with path.open("rb") as file: reader: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+  with path.open("rb") as file: reader: typing.Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
   check(reader.read(4) == b"GGUF", f"model: {path} is not a readable GGUF file: it must start with GGUF")
   try:
     version = read_uint32(reader)
@@ -294,14 +293,13 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)   # sentencep
 REQUIRED = {"gpt2": ("tokens", "merges"), "llama": ("tokens", "scores", "token_type")}   # by tokenizer.ggml.model
 
 
-def byte_level(lib: types.ModuleType, pre: str, config: JsonObject) -> Any:
+def byte_level(lib: types.ModuleType, pre: str, config: JsonObject) -> typing.Any:
   """Build a tokenizers.Tokenizer. lib: the package tokenizers. pre: key of SPLITS. config: the tokenizer's metadata."""
   tokens = config["tokens"]
   merges = [tuple(merge.split(" ")) for merge in config["merges"]]
   bpe = lib.Tokenizer(lib.models.BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=pre in WHOLE_WORDS))
   split = lib.pre_tokenizers.Split(lib.Regex(SPLITS[pre] or "(?!)"), "isolated")   # (?!) never matches
-  splits_as_gpt2 = SPLITS[pre] in ("", r"\p{N}")
-  to_bytes = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits_as_gpt2)
+  to_bytes = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=SPLITS[pre] in ("", r"\p{N}"))
   bpe.pre_tokenizer = lib.pre_tokenizers.Sequence([split, to_bytes])
   bpe.decoder = lib.decoders.ByteLevel()
   if pre in ("qwen2", "qwen35"): bpe.normalizer = lib.normalizers.NFC()   # as Qwen's tokenizer; llama.cpp has none

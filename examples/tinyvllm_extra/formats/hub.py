@@ -10,8 +10,7 @@ from tinyvllm_extra.kernels.cuda_source import has_wgmma, speaks_c
 from tinyvllm_extra.models import text_config
 from tinyvllm_extra.options import LLMConfig, optional, setup_logging
 
-from . import fit, gguf, peft_files
-from .weights import FastCheckpoint
+from . import fit, gguf, peft_files, weights
 
 # ORG/NAME, or for a GGUF model ORG/NAME:TYPE or ORG/NAME:FILE. A name that ends with .gguf is a path
 NAME = re.compile(r"(\w[\w.-]*/[\w.-]+)(?<!\.gguf)(?::(.+))?")
@@ -51,7 +50,7 @@ def named_models(words: str | list[str], folder: str | None) -> dict[str, JsonOb
   return {name: x if isinstance(x, dict) else {"model": x} for name, x in models.items()}
 
 
-def local_path(model: str | pathlib.Path, config: LLMConfig = LLMConfig()) -> pathlib.Path:   # noqa: B008
+def local_path(model: str | pathlib.Path, config: LLMConfig = LLMConfig()) -> pathlib.Path:
   """Return the path of a model's folder or GGUF file. Download a model given by its name, unless the cache has it.
   config: the engine's, with the revision and the cache, and to estimate whether the model fits. Raises InputError if
   the model does not exist or is ambiguous, RuntimeError if the download fails."""
@@ -83,11 +82,11 @@ def local_path(model: str | pathlib.Path, config: LLMConfig = LLMConfig()) -> pa
 
 
 def open_checkpoint(path: pathlib.Path, quantization: str | None = None, activations: str = "auto",
-                    adapter: str | None = None) -> FastCheckpoint:
+                    adapter: str | None = None) -> weights.FastCheckpoint:
   """Open a folder in Hugging Face's layout or a GGUF file. quantization: LLM's option. activations: its
   activation_quantization. adapter: its merge_lora. Raises InputError for anything else."""
   is_gguf = path.suffix == ".gguf" and not path.is_dir()
-  checkpoint = gguf.GGUFCheckpoint(path) if is_gguf else FastCheckpoint(path)
+  checkpoint = gguf.GGUFCheckpoint(path) if is_gguf else weights.FastCheckpoint(path)
   checkpoint.hf_config = text_config(checkpoint.hf_config)
   checkpoint.quantization = None if is_gguf and quantization == "gguf" else quantization   # any file, as in vLLM
   check(activations != "int8" or speaks_c(), "activation_quantization='int8' needs a CPU with clang: use 'auto'")
@@ -108,13 +107,12 @@ class Cache:
     check(folder.is_dir() or not download_dir, f"download_dir={download_dir!r} is not a folder")
     folder.mkdir(parents=True, exist_ok=True)
     self.content = hub.scan_cache_dir(folder)
-    repos = sorted(self.content.repos, key=lambda repo: repo.repo_id)
-    self.models = {repo.repo_id: repo for repo in repos if repo.repo_type == "model"}
+    self.models = {repo.repo_id: repo for repo in self.content.repos if repo.repo_type == "model"}
 
   def rows(self) -> Iterator[tuple[str, str, str, str]]:
     """Yield the name, size, formats of the files and last use of each model. Formats: "safetensors", and the types of
     GGUF files, as in NAME:TYPE."""
-    for name, repo in self.models.items():
+    for name, repo in sorted(self.models.items()):
       files = {file.file_name for revision in repo.revisions for file in revision.files}
       types = {re.split("[-./]", ENDING.sub("", file))[-1] for file in files if ENDING.search(file)}
       formats = ["safetensors"] * any(file.endswith(".safetensors") for file in files) + sorted(types)
@@ -179,14 +177,14 @@ class Repository:
     check(size <= free, f"download_dir={str(self.cache)!r} has {size_to_str(free)} of free disk space, but "
           f"{self.name} needs {size_to_str(size)}: free some space or choose another folder")
     device = fit.open_device()
-    weights = sum(self.sizes[file] for file in files) / fit.GIB   # GGUF's; others are estimated
+    needed = sum(self.sizes[file] for file in files) / fit.GIB   # GGUF's; others are estimated
     if "config.json" in files:
       path = self.hub.hf_hub_download(self.name, "config.json", revision=self.commit, cache_dir=self.cache)
-      weights = fit.estimate_fit(self.name, read_json(pathlib.Path(path)), device, config)["weights_gib"]
+      needed = fit.estimate_fit(self.name, read_json(pathlib.Path(path)), device, config)["weights_gib"]
     available = device["free_gib"] * config.tensor_parallel_size * config.pipeline_parallel_size
     text = f"downloading {self.name}: {size_to_str(size)} in {len(missing)} files to {self.cache}; the weights use " \
-      f"{weights:.2f} of {available:.2f} GiB of free memory"
-    if weights < available * config.gpu_memory_utilization: logger.info(text)
+      f"{needed:.2f} of {available:.2f} GiB of free memory"
+    if needed < available * config.gpu_memory_utilization: logger.info(text)
     else: logger.warning(f"{text}, so that the model does not fit: choose a smaller or quantized one")
 
   def download(self, file: str) -> None:

@@ -1,8 +1,7 @@
 """Files of a prefix cache: safetensors files with one tensor, whose rows hold the key, a checksum and the bytes of each
 block. The metadata hold all that blocks and keys depend on. A file is replaced completely or not at all."""
-import contextlib, hashlib, itertools, json, math, os, pathlib, tempfile, zlib
+import contextlib, hashlib, itertools, json, math, os, pathlib, tempfile, typing, zlib
 from collections.abc import Iterable, Iterator
-from typing import IO
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -39,7 +38,7 @@ def replaceable(path: str | os.PathLike) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def replacing(path: pathlib.Path) -> Iterator[IO[bytes]]:
+def replacing(path: pathlib.Path) -> Iterator[typing.IO[bytes]]:
   """Open a file that replaces `path` at the end, unless an error is raised."""
   with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:   # an error deletes it
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:   # readable only by its owner
@@ -49,7 +48,7 @@ def replacing(path: pathlib.Path) -> Iterator[IO[bytes]]:
     os.replace(file.name, path)
 
 
-def write_blocks(file: IO[bytes], metadata: dict[str, str], keys: list[bytes], row_bytes: int,
+def write_blocks(file: typing.IO[bytes], metadata: dict[str, str], keys: list[bytes], row_bytes: int,
                  parts: Iterable[np.ndarray]) -> None:
   """Write blocks in parts, (rows, row_bytes) uint8 each: all of them may be as large as the device's memory.
   safetensors' own writer needs all tensors in memory."""

@@ -1,22 +1,21 @@
 """Quantized weights, w = q * scale + offset in groups of consecutive inputs: int8 and int4 quantized at load; AWQ (Lin
 et al. 2023), GPTQ (Frantar et al. 2022) and compressed-tensors; e4m3 and e2m1; bitsandbytes with 4 bits (Dettmers et
 al. 2023), which is dequantized."""
-import concurrent.futures, functools, json, math, pathlib
+import concurrent.futures, functools, json, math, pathlib, typing
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from tinyvllm.config import JsonObject, check, logger, read_json
 from tinyvllm_extra.models.matrices import E2M1, E4M3, SMALL_FLOATS, Matrix, Quantized, is_small_float, narrow
 
-if TYPE_CHECKING: from .weights import FastCheckpoint
+if typing.TYPE_CHECKING: from .weights import FastCheckpoint
 
 GROUP = 32         # inputs that share a scale in weights quantized at load
 CHUNK = 2**17      # weights that a thread quantizes at a time: they fit a core's cache
 
 
-class Layout(NamedTuple):
+class Layout(typing.NamedTuple):
   """The storage of a quantized matrix: suffixes of its tensors' names, and the packing of consecutive values along one
   axis into 32-bit words."""
   weight: str = "qweight"
@@ -210,8 +209,8 @@ def read_mxfp4(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> M
   return Quantized(q, scale, None, np.arange(shape[1]))
 
 
-READERS: dict[str | None, Callable[["FastCheckpoint", str, tuple[int, int]], Matrix]] = {   # by quant_method
-  "fp8": read_e4m3, "compressed-tensors": read_e4m3, "bitsandbytes": read_bitsandbytes, "mxfp4": read_mxfp4}
+# By quant_method
+READERS = {"fp8": read_e4m3, "compressed-tensors": read_e4m3, "bitsandbytes": read_bitsandbytes, "mxfp4": read_mxfp4}
 
 
 # Operations on matrices

@@ -1,8 +1,7 @@
 """Loads a model's weights, whatever the format of its files, one tensor at a time. Tensors keep the file's dtype on the
 device if it is narrower than the compute dtype."""
-import collections, dataclasses, errno, functools, json, math, pathlib, re
+import collections, dataclasses, errno, functools, json, math, pathlib, re, typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -73,8 +72,8 @@ class FastCheckpoint(llama.Checkpoint, StoredWeights):
   quantization: str | None = None    # LLM's option
   quantization_config = property(lambda self: self.hf_config.get("quantization_config") or {})
   method = property(lambda self: self.quantization_config.get("quant_method"))
-  tensors: Any                       # those that no module has read yet, by the names of the model's modules
-  take: Any = llama.Checkpoint.read  # name, *shape -> StoredTensor: removes and returns a tensor
+  tensors: typing.Any                # those that no module has read yet, by the names of the model's modules
+  take: typing.Any = llama.Checkpoint.read   # name, *shape -> StoredTensor: removes and returns a tensor
   adapter: dict[str, tuple[np.ndarray, np.ndarray]] = {}   # A and B of matrices to merge, see peft_files.py
 
   def tokenizer(self) -> ChatTokenizer: return load_tokenizer(self.path)

@@ -49,5 +49,4 @@ class GPT2(LlamaVariant):
             for name, x in super().arrange(tensors).items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}
 
   def embed(self, ids: Tensor, tokens: Tensor) -> Tensor:
-    positions = TOKENS.read(tokens)["position"]                         # (T,)
-    return (super().embed(ids, tokens) + self.wpe.weight[positions]).contiguous()   # (T, hidden)
+    return (super().embed(ids, tokens) + self.wpe.weight[TOKENS.read(tokens)["position"]]).contiguous()   # (T, hidden)

@@ -209,8 +209,7 @@ def group_rows(ids: Tensor, count: int, sizes: tuple[int, int]) -> Tensor:
   place = (before * rows + rank).contiguous()                           # (P,), a pair's place in the groups
   places = Tensor.arange(num_groups * rows).unsqueeze(1)
   targets = (sums((place == places).where(pair - num_pairs, 0)) + num_pairs).reshape(-1, rows).contiguous()
-  group_experts = ids[targets[:, :1].minimum(num_pairs - 1)]            # (G, 1), of a group without pairs: any
-  return group_experts.cat(targets, dim=1).contiguous()
+  return ids[targets[:, :1].minimum(num_pairs - 1)].cat(targets, dim=1).contiguous()   # without pairs: any expert
 
 
 class MixtureLayer(VariantLayer):

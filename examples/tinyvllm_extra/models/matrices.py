@@ -2,10 +2,8 @@
 number format says how q is stored in words and how kernels decode it; the source of a module's weights, the extension's
 Checkpoint or one with only the core's methods; and the storage order of W and of its scales, which are reordered and
 packed once, as kernels read them."""
-import dataclasses
+import dataclasses, math, typing
 from collections.abc import Sequence
-from math import gcd
-from typing import NamedTuple
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes, helpers
@@ -50,7 +48,7 @@ NUMBER_FORMATS = {   # by the dtype of q
 UNQUANTIZED = NumberFormat(16, "uint32")   # floats, which are not packed
 
 
-class Quantized(NamedTuple):
+class Quantized(typing.NamedTuple):
   """A quantized matrix. Groups divide the inputs evenly."""
   q: np.ndarray               # (out, in): int8, int4 as uint8 from 0 to 15, E4M3 or E2M1: see NUMBER_FORMATS
   scale: np.ndarray           # (out, groups)
@@ -75,7 +73,7 @@ def is_small_float(w: Matrix) -> bool: return isinstance(w, Quantized) and w.num
 
 def stored_shape(out_features: int, in_features: int, has_tensor_cores: bool) -> tuple[int, ...]:
   """Return W's stored shape, where neighbouring lanes read neighbours in memory."""
-  tile = gcd(out_features, 16)
+  tile = math.gcd(out_features, 16)
   if tile == 16 and in_features % 32 == 0 and has_tensor_cores:
     return out_features // 16, in_features // 32, 2, 2, 8, 4, 2, 2
   return out_features // tile, in_features, tile

@@ -183,8 +183,7 @@ class TokenLoop:
     if self.parts == 1: return sums
     shared = UOp.placeholder((len(sums), self.width, self.parts), dtypes.float32, 102, AddrSpace.LOCAL)
     shared = shared.after(UOp.group(*[shared[n, self.lane, self.part].store(x) for n, x in enumerate(sums)]))
-    return [sum([shared[n, self.lane, part].load() for part in range(self.parts)], UOp.const(0.0))
-            for n in range(len(sums))]
+    return [UOp.usum(*[shared[n, self.lane, part].load() for part in range(self.parts)]) for n in range(len(sums))]
 
   def kernel(self, name: str, change: Callable[[UOp], UOp], store: UOp) -> UOp:
     """Return the kernel. change: returns the lane's i-th number after a token. store: of the token's results."""

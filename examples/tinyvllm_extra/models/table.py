@@ -3,9 +3,8 @@ equal row. A row has defaults of config.json's fields, fields whose values are o
 supported values of fields, parts of tensors' names with the modules' names, names of the functions below that compute
 further options, and paths of classes in this package: the layers' (layer_kinds has each layer's index into them, 0 by
 default) and the model's."""
-import math, pathlib, pkgutil
+import math, pathlib, pkgutil, typing
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from tinyvllm.config import SUPPORTED, JsonObject, ModelConfig, check, read_json
 from tinyvllm.llama import Llama
@@ -122,7 +121,7 @@ def qwen3_5(hf: JsonObject) -> JsonObject:
           "heads": (heads, hf["linear_groups"] or keys)}
 
 
-def named(path: str) -> Any:
+def named(path: str) -> typing.Any:
   """Return a function or a class of this package. path: such as "recurrent.HybridLayer"."""
   return pkgutil.resolve_name(f"{__package__}.{path}")
 
@@ -174,7 +173,7 @@ def is_embedder(path: pathlib.Path, runner: str) -> bool:
   """Return whether to compute embeddings with a model: as LLM's option `runner` says, or if it is auto, for a folder
   with modules.json of sentence-transformers, as in vLLM. Raises InputError for pooling other than of the last token."""
   folder = path if path.is_dir() else path.parent
-  modules: Any = read_json(path / "modules.json") if path.is_dir() else {}
+  modules: typing.Any = read_json(path / "modules.json") if path.is_dir() else {}
   if runner == "generate" or runner == "auto" and not modules: return False
   unsupported = [x["type"] for x in modules if x["type"].rpartition(".")[2] not in MODULES]
   check(not unsupported, f"model: {folder}: modules.json has {unsupported}; supported: {', '.join(sorted(MODULES))}: "

@@ -1,8 +1,7 @@
 """Embeddings and relevance scores. An embedding is a request for one token that returns the hidden state it would be
 sampled from; a score is a request for the log probabilities of the answers "yes" and "no"."""
-import dataclasses, math, pathlib
+import dataclasses, math, pathlib, typing
 from collections.abc import Generator
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,16 +43,16 @@ class PoolingParams(request.SamplingParams):
   def accept(self, token: int) -> bool: return False
   def bitmask(self) -> None: return None
   def adjustments(self, seq: request.Sequence, position: int) -> list: return []
-  def output_logprobs(self, seq: request.Sequence, start: int) -> tuple[list[Any], None]:
+  def output_logprobs(self, seq: request.Sequence, start: int) -> tuple[list[typing.Any], None]:
     if start == len(seq.tokens): return [], None   # not computed, or delivered
     x = np.array(seq.logprobs[start], np.float32)[:self.dimensions]
     return [x / max(float(np.linalg.norm(x)), 1e-12) if self.normalize else x], None
 
 
 # Results, under vLLM's names. score: the probability of "yes"
-EmbeddingOutput = NamedTuple("EmbeddingOutput", [("embedding", list[float])])
-ScoringOutput = NamedTuple("ScoringOutput", [("score", float)])
-PoolingRequestOutput = NamedTuple("PoolingRequestOutput", [("request_id", str), ("outputs", Any),
+EmbeddingOutput = typing.NamedTuple("EmbeddingOutput", [("embedding", list[float])])
+ScoringOutput = typing.NamedTuple("ScoringOutput", [("score", float)])
+PoolingRequestOutput = typing.NamedTuple("PoolingRequestOutput", [("request_id", str), ("outputs", typing.Any),
                                   ("prompt_token_ids", list[int]), ("num_cached_tokens", int), ("finished", bool)])
 
 
@@ -95,7 +94,7 @@ def pairs(queries: str | list[str], documents: str | list[str], *names: str) -> 
 
 
 def scoring(tokenizer: ChatTokenizer, texts: list[tuple[str, str]],
-            instruction: str) -> Generator[Any, list[RequestOutput], None]:
+            instruction: str) -> Generator[typing.Any, list[RequestOutput], None]:
   """Score pairs of query and document: twice yield Jobs and receive their outputs, then yield the scores, a list of
   PoolingRequestOutput. The softmax over "yes" and "no" is exact: an answer that is not among the best tokens gets a
   second request."""

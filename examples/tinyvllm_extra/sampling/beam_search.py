@@ -1,8 +1,7 @@
 """Beam search outside the engine, with vLLM's names. Each step calls `LLM.generate` for one token per beam, then keeps
 the beams with the largest sums of log probabilities; the prefix cache avoids recomputation."""
+import dataclasses, typing
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, field
-from typing import NamedTuple
 
 from tinyvllm.config import Options, check, option
 from tinyvllm.engine import Engine, Prompt, RequestOutput
@@ -11,12 +10,12 @@ from tinyvllm_extra.options import LoRARequest, add_fields
 from .params import Logprob, SamplingParams
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class BeamSearchParams(Options):
   """Beam search parameters, under vLLM's names. Raises InputError for values out of range or unsupported."""
   # At most half of the maximum `logprobs`, because each beam requests twice as many
-  beam_width: int = option(MISSING, "number of beams", min=1, max=10)
-  max_tokens: int = option(MISSING, "maximum tokens to generate", min=1, max=2**31 - 1)
+  beam_width: int = option(dataclasses.MISSING, "number of beams", min=1, max=10)
+  max_tokens: int = option(dataclasses.MISSING, "maximum tokens to generate", min=1, max=2**31 - 1)
   ignore_eos: bool = option(False, "continue after the model's end token")
   temperature: float = option(0.0, "must be 0: beams are ranked by the model's own probabilities")
   length_penalty: float = option(1.0, "above 0: prefer long sequences", min=-10, max=10)
@@ -29,11 +28,11 @@ class BeamSearchParams(Options):
       check(not value, f"{name}={value!r} is not supported by beam search: use {type(value)()!r}", value)
 
 
-@dataclass
+@dataclasses.dataclass
 class BeamSearchSequence:
   """A beam: the tokens of the prompt and its continuation, and the continuation's sum of log probabilities."""
   tokens: list[int]
-  logprobs: list[dict[int, Logprob]] = field(default_factory=list)   # the best tokens at each position after the prompt
+  logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)   # best tokens after the prompt
   cum_logprob: float = 0.0
   finish_reason: str | None = None                  # "stop": an end token; "length": max_tokens or max_model_len
   text: str | None = None                           # text of all tokens, set at the end of the search
@@ -41,7 +40,7 @@ class BeamSearchSequence:
 
 Beams = list[BeamSearchSequence]   # a prompt's
 # Best first, at most beam_width
-BeamSearchOutput = NamedTuple("BeamSearchOutput", [("sequences", Beams)])
+BeamSearchOutput = typing.NamedTuple("BeamSearchOutput", [("sequences", Beams)])
 
 
 def advance(beams: Beams, outputs: Iterator[RequestOutput], params: BeamSearchParams, llm: Engine) -> Beams:

@@ -1,6 +1,5 @@
 """Adjusts logits and computes log probabilities. Owns the LogitsPlan, the operations on logits in a step's graph."""
-import itertools, math
-from typing import NamedTuple
+import itertools, math, typing
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes
@@ -23,7 +22,7 @@ NUM_BEST = 20   # most probable tokens that the device ranks, besides the reques
 CHUNK = 64      # logits per chunk in the search for the best tokens, which compares the chunks' maxima first
 
 
-class LogitsPlan(NamedTuple):
+class LogitsPlan(typing.NamedTuple):
   """The operations on logits in a step's graph, part of its GraphKey. vocab_size: V."""
   vocab_size: int
   has_logprobs: bool
@@ -50,8 +49,7 @@ class LogitsPlan(NamedTuple):
       logits = apply_bitmask(logits, masks).contiguous()
     elif self.num_adjustments: logits = logits.clone()   # the kernel works in place, but logprobs need the raw logits
     if not self.num_adjustments: return logits
-    adjustments = words[:size].reshape(ADJUSTMENTS.num_words, -1).contiguous()
-    return logits.custom_kernel(adjustments, fxn=adjust_kernel)[0]
+    return logits.custom_kernel(words[:size].reshape(ADJUSTMENTS.num_words, -1).contiguous(), fxn=adjust_kernel)[0]
 
   def logprobs(self, logits: Tensor, sampled: Tensor, words: Tensor, sampler: Sampler) -> list[Tensor]:
     """Return `top_logprobs` in a list, empty if no request needs them."""

@@ -1,13 +1,12 @@
 """Sampling parameters of a request, and its LogitsProcessor: penalties, logit bias, allowed and banned tokens,
 structured outputs. The command line makes flags of the fields, so that nothing here imports numpy or tinygrad early."""
-import collections, dataclasses, math
-from typing import TYPE_CHECKING, Any, NamedTuple
+import collections, dataclasses, math, typing
 
 from tinyvllm.config import InputError, JsonObject, ModelConfig, check, check_ids, option
 from tinyvllm.request import MAX_INT, SamplingParams as CoreSamplingParams, Sequence
 from tinyvllm_extra.options import SAMPLING_DEFAULTS
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
   import numpy as np
 
   from tinyvllm_extra.text.huggingface import ChatTokenizer
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 ALL = -1   # log probabilities of the whole vocabulary
 
 
-class Logprob(NamedTuple):
+class Logprob(typing.NamedTuple):
   """The log probability of a token, from the raw logits: before penalties and temperature."""
   logprob: float
   rank: int             # 1 for the most probable token
@@ -36,7 +35,7 @@ class SamplingParams(CoreSamplingParams):
   logprobs: int | None = option(None, "Log probabilities per token, besides its own; -1: all (default: off)",
                                 min=-1, max=MAX_INT)
   prompt_logprobs: int | None = option(None, "Log probabilities per prompt token (default: off)", min=-1, max=MAX_INT)
-  structured_outputs: Any = option(None, 'Required format, as in {"regex": "[0-9]+"} (default: any)')
+  structured_outputs: typing.Any = option(None, 'Required format, as in {"regex": "[0-9]+"} (default: any)')
 
   # vLLM's parameters that are neither flags nor request fields
   detokenize: dataclasses.InitVar[bool] = option(True, "Return text; False: only token ids")

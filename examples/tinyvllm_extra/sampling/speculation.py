@@ -13,11 +13,10 @@ from tinyvllm.engine import Engine, LoadedModel
 from tinyvllm.request import Sequence
 from tinyvllm.runner import Results, Runner, build_step, next_power_of_two
 from tinyvllm.scheduler import BlockManager, Scheduler
+from tinyvllm_extra import models, options
 from tinyvllm_extra.formats import fit, hub
 from tinyvllm_extra.kernels.cpu import SUMS
-from tinyvllm_extra.models import find_model
 from tinyvllm_extra.models.recurrent import state_shapes
-from tinyvllm_extra.options import FORMATS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +25,7 @@ class SpeculativeConfig(Options):
   num_speculative_tokens: int | None = option(None, "maximum draft tokens per sequence and step", min=1, max=16)
   method: str | None = option(None, "drafting method; None: a draft model", choices=("ngram", "draft_model"))
   model: str | pathlib.Path | None = option(None, "folder of the draft model")
-  quantization: str | None = option(None, "weight format of the draft model", choices=FORMATS)
+  quantization: str | None = option(None, "weight format of the draft model", choices=options.FORMATS)
   prompt_lookup_max: int = option(4, "maximum tokens of the n-gram to look up", min=1, max=16)
   prompt_lookup_min: int = option(2, "minimum tokens of the n-gram to look up", min=1, max=16)
 
@@ -192,10 +191,10 @@ def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner],
   """Return an engine's Proposer and its runners: the target's, and the draft model's, if any, with as many blocks.
   new_runner: creates the target's from the bytes for its KV cache. Raises InputError for an invalid speculative_config,
   or a draft model that does not match the target or does not fit in memory with it."""
-  options = vars(target.config)["speculative_config"]   # a field of LLMConfig
-  if options is None: return None, [new_runner(num_bytes)]
-  try: proposer = SpeculativeProposer(SpeculativeConfig(**options))
-  except InputError as e: raise InputError(f"speculative_config={options!r}: {e}") from e
+  fields = vars(target.config)["speculative_config"]   # a field of LLMConfig
+  if fields is None: return None, [new_runner(num_bytes)]
+  try: proposer = SpeculativeProposer(SpeculativeConfig(**fields))
+  except InputError as e: raise InputError(f"speculative_config={fields!r}: {e}") from e
   if proposer.config.model is None: runners = [new_runner(num_bytes)]
   else:
     model, draft_bytes = load_draft_model(target, proposer.config, num_bytes)
@@ -216,7 +215,7 @@ def load_draft_model(target: LoadedModel, config: SpeculativeConfig, num_bytes: 
   path = hub.local_path(str(config.model))
   prefix = f"speculative_config: the draft model {str(path)!r}"
   checkpoint = hub.open_checkpoint(path, config.quantization, vars(target.config)["activation_quantization"])
-  model_config, model_class = find_model(checkpoint.hf_config, path)
+  model_config, model_class = models.find_model(checkpoint.hf_config, path)
   vocab_size = target.model_config.vocab_size
   check(not any(state_shapes(model_config)), f"{prefix} has recurrent layers, which a draft model must not have")
   check(model_config.vocab_size == vocab_size, f"{prefix} has a vocab_size of {model_config.vocab_size}, the target "

@@ -1,8 +1,7 @@
 """Answers as one JSON response, or a stream of server-sent events: choices in OpenAI's formats with vLLM's extra
 fields, or blocks in the formats of agents.py. A builder is the generation for one request body, and writes its answer.
 No function here runs a request."""
-import collections, dataclasses, itertools, time, uuid
-from typing import Any, NamedTuple
+import collections, dataclasses, itertools, time, typing, uuid
 
 import orjson
 
@@ -11,8 +10,7 @@ from tinyvllm.config import JsonObject, check
 from tinyvllm_extra.text import chat_template, huggingface
 from tinyvllm_extra.text.parsers import Parser
 
-from .errors import internal_error
-from .protocol import GenerationRequest, StreamOptions
+from . import errors, protocol
 
 
 def num_tokens(requests: list[engine.Request]) -> tuple[int, int]:
@@ -29,7 +27,7 @@ def usage_of(prompt: int, generated: int) -> JsonObject:
 @dataclasses.dataclass
 class Generation:
   """The requests of a body, and what their answer depends on."""
-  body: GenerationRequest
+  body: protocol.GenerationRequest
   id: str
   model_name: str
   params: SamplingParams
@@ -46,7 +44,7 @@ class Generation:
 
 # A token after the previous one, if any, with the log probabilities of it and of the best ones; the first token of a
 # prompt has none
-Token = NamedTuple("Token", [("before", list[int]), ("id", int), ("logprobs", dict[int, Logprob])])
+Token = typing.NamedTuple("Token", [("before", list[int]), ("id", int), ("logprobs", dict[int, Logprob])])
 
 
 def event(content: JsonObject) -> bytes:
@@ -70,7 +68,7 @@ class ChoicesBuilder(Generation):
             f"and your prompt contains {seq.num_prompt} input tokens: request at most {seq.max_len - seq.num_prompt}")
     self.head: JsonObject = {"id": f"{self.kind}-{self.id}", "created": self.created, "model": self.model_name,
                              "object": self.objects[bool(self.body.stream)]}
-    options = self.body.stream_options or StreamOptions()
+    options = self.body.stream_options or protocol.StreamOptions()
     self.has_running_usage = options.continuous_usage_stats and options.include_usage is not False   # in each chunk
     if options.include_usage or self.has_running_usage: self.head["usage"] = None   # until the last chunk
     self.num_generated = collections.Counter[int]()   # tokens so far, by choice
@@ -96,7 +94,7 @@ class ChoicesBuilder(Generation):
 
   def last_events(self, error: Exception | None = None) -> bytes:
     """Return the events after all samples have finished, or instead of them the event of an internal error."""
-    if error: return event(internal_error(error))
+    if error: return event(errors.internal_error(error))
     usage = event(self.wrap([], usage=self.usage())) if "usage" in self.head else b""
     return usage + b"data: [DONE]\n\n"
 
@@ -238,7 +236,7 @@ class ChatBuilder(ChoicesBuilder):
     return {**entry(token.id), "top_logprobs": [*map(entry, best)]}
 
 
-def fill(template: object, values: JsonObject) -> Any:
+def fill(template: object, values: JsonObject) -> typing.Any:
   """Return the template with each value in place of its name, such as "$text". Only "$id" may be a part of a string."""
   if isinstance(template, list): return [fill(x, values) for x in template]
   if isinstance(template, dict): return {key: fill(x, values) for key, x in template.items()}
@@ -307,5 +305,5 @@ class BlockBuilder(Generation):
 
   def last_events(self, error: Exception | None = None) -> bytes:
     """Return the events after all blocks, or after an internal error."""
-    if error: self.error = internal_error(error)["error"]
+    if error: self.error = errors.internal_error(error)["error"]
     return self.write("failed" if error else "closing", self.values())

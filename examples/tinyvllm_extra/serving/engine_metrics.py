@@ -114,16 +114,15 @@ class MeteredScheduler(SnapshotScheduler):
 
   def metrics(self) -> JsonObject:
     """Return counters since startup, rates over the time spent in steps, the numbers of blocks and sequences, and the
-    options of the KV cache under vLLM's names."""
+    options of the KV cache under vLLM's names, as is kv_cache_usage_perc, which is a fraction."""
     blocks = self.blocks
     seconds = self.counters["seconds"] or 1
-    return {**self.counters, **(self.states.metrics() if self.states else {}), "blocks_used": blocks.num_used(),
-            "blocks_free": blocks.num_free(), "blocks_cached": len(blocks.evictable),
-            "blocks_shared": len(+blocks.shared), "num_requests_running": len(self.running),
-            "kv_cache_usage_perc": blocks.num_used() / (blocks.num_blocks - 1),   # a fraction, under vLLM's name
-            "num_requests_waiting": len(self.waiting),
+    return {**self.counters, **(self.states.metrics() if self.states else {}), "step_sizes": {**self.step_sizes},
+            "blocks_used": blocks.num_used(), "blocks_free": blocks.num_free(), "blocks_cached": len(blocks.evictable),
+            "blocks_shared": len(+blocks.shared), "kv_cache_usage_perc": blocks.num_used() / (blocks.num_blocks - 1),
+            "num_requests_running": len(self.running), "num_requests_waiting": len(self.waiting),
             "mean_batch_size": self.counters["scheduled"] / (self.counters["steps"] or 1),
             "tokens_per_second": self.counters["generation_tokens"] / seconds,
-            "requests_per_second": self.counters["requests_finished"] / seconds, "step_sizes": {**self.step_sizes},
+            "requests_per_second": self.counters["requests_finished"] / seconds,
             "cache_config": {"cache_dtype": self.config.kv_cache_dtype, "num_gpu_blocks": blocks.num_blocks,
                              **{name: getattr(self.config, name) for name in CACHE_OPTIONS}}}

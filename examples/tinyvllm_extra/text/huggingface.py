@@ -1,8 +1,7 @@
 """Tokenizers with special tokens, from sentencepiece's tokenizer.model or Hugging Face's tokenizer.json (tokenizers),
 and chat templates (jinja2)."""
-import dataclasses, itertools, math, pathlib, re
+import dataclasses, itertools, math, pathlib, re, typing
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 from sentencepiece import SentencePieceProcessor
 
@@ -12,7 +11,7 @@ from tinyvllm_extra.options import optional
 
 from .chat_template import END, INSTRUCTIONS, adapt, compile_template, forms, normalize, plain_text
 
-if TYPE_CHECKING: import tokenizers
+if typing.TYPE_CHECKING: import tokenizers
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")   # a byte in vocabularies with byte fallback
 # In byte-level vocabularies, the characters from 256 on that stand for bytes without a glyph in Latin-1; the others
@@ -77,7 +76,7 @@ class ChatTokenizer(tokenizer.Tokenizer):
     return piece.translate(BYTE_LEVEL).encode("latin-1", "replace")
 
   def apply_chat_template(self, messages: list[JsonObject], /, add_generation_prompt: bool = True,
-                          continue_final_message: bool = False, **variables: Any) -> str:
+                          continue_final_message: bool = False, **variables: typing.Any) -> str:
     """Render a conversation with the model's chat template and return the prompt.
 
     messages: each has a role, and content that is a str or a list of {"type": "text", "text": str}; see chat_template.
@@ -101,7 +100,7 @@ class ChatTokenizer(tokenizer.Tokenizer):
     except Exception as error:   # templates fail in many ways
       raise InputError(f"messages: the chat template failed: {error!r}") from error
 
-  def render_conversation(self, messages: list[JsonObject], **options: Any) -> str:
+  def render_conversation(self, messages: list[JsonObject], **options: typing.Any) -> str:
     """Like apply_chat_template, but in a form of the conversation that the template accepts. Raises InputError if it
     fails for all forms, or would leave out an instruction."""
     check(all(isinstance(x, dict) for x in messages), "messages: each message must be an object with role and content")

@@ -2,8 +2,7 @@
 and the formats of calls, functions that read the calls in the text of a section (see parsers.py). Calls of small models
 with common errors are understood: an invalid escape keeps its backslash, a comma may be too many, arguments may be JSON
 text."""
-import ast, functools, json, re, warnings
-from typing import Any
+import ast, functools, json, re, typing, warnings
 
 from tinyvllm.config import InputError, JsonObject, check
 
@@ -60,7 +59,7 @@ def close(schema: JsonObject) -> JsonObject:
   except RecursionError as error: raise InputError("tools: parameters are nested too deeply: use $defs") from error
 
 
-def close_objects(schema: object) -> Any:
+def close_objects(schema: object) -> typing.Any:
   if isinstance(schema, list): return [*map(close_objects, schema)]
   if not isinstance(schema, dict): return schema
   is_closed = isinstance(schema.get("properties"), dict) and not COMBINATIONS & schema.keys()
@@ -104,7 +103,7 @@ def repair(token: re.Match) -> str:
   return ESCAPE.sub(lambda x: x[0] if x[1] is None else rf"\\{x[1]}", token[0])
 
 
-def json_values(text: str) -> list[Any]:
+def json_values(text: str) -> list[typing.Any]:
   """Return all JSON values, separated by commas, semicolons or brackets of a list. Raises ValueError."""
   text = TOKEN.sub(repair, FENCE.sub("", text))
   values, position = [], 0
@@ -179,7 +178,7 @@ def pythonic_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
   python = {"true": "True", "false": "False", "null": "None"}
   with warnings.catch_warnings(action="ignore"):   # invalid escapes, which keep their backslash
     tree = ast.parse(PYTHON_TOKEN.sub(lambda x: python.get(x[0], x[0]), text.strip()), mode="eval").body
-  calls: list[Any] = tree.elts if isinstance(tree, ast.List) else []
+  calls: list[typing.Any] = tree.elts if isinstance(tree, ast.List) else []
   if any(call.args for call in calls): raise ValueError("only keywords have names")
   return [(named(ast.unparse(call.func), functions), {str(x.arg): ast.literal_eval(x.value) for x in call.keywords})
           for call in calls]   # AttributeError: no call
