@@ -18,8 +18,7 @@ CAPTURE_THRESHOLD = 16   # requests for a graph shape before it gets its own cap
 
 def sizes_of(key: GraphKey) -> tuple[int, ...]:
   """Return a key as numbers. A graph also runs every step that is smaller in all of them."""
-  features = key.plan[1:] if key.plan else (0,) * 5   # without vocab_size
-  return key.num_tokens, key.num_rows, key.sampler_mode, *features
+  return *key[:3], *(key.plan[1:] if key.plan else (0,) * 5)   # without the plan's vocab_size
 
 
 def cost(key: GraphKey) -> int:

@@ -1,7 +1,6 @@
 """`tinyvllm.LLM`: the core's Engine with the extension's parts, options and methods."""
-import contextlib, dataclasses, functools, hashlib, pathlib, time, types
+import contextlib, dataclasses, functools, hashlib, pathlib, time, types, typing
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
 
 from tinyvllm.backend import Backend, exclusive
 from tinyvllm.config import InputError, JsonObject, check, logger, option, read_json
@@ -37,8 +36,7 @@ for _options in (SamplingParams, beam_search.BeamSearchParams, embeddings.Poolin
 class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
   """An engine with all features. `with LLM(...) as llm:` calls `shutdown` at the end."""
   parts = Parts(
-    config_class=LLMConfig, make_backend=lambda: kernels.make_backend(),
-    open_devices=parallel.open_devices,
+    config_class=LLMConfig, make_backend=lambda: kernels.make_backend(), open_devices=parallel.open_devices,
     open_checkpoint=lambda path, x: hub.open_checkpoint(path, x.quantization, x.activation_quantization, x.merge_lora),
     find_model=lambda hf_config, path, config: models.choose_model(hf_config, path, config.runner),
     params_class=SamplingParams, scheduler_class=lora.LoRAScheduler, logits=logits.ProcessedLogits(),
@@ -65,8 +63,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     if ignored: logger.info(f"vLLM's options without effect here: {ignored}")
     path = hub.local_path(model, config) if model else None
     with exclusive: programs.prepare_tuned_device()
-    has_layouts = backend is None or type(backend).kv_layout is not Backend.kv_layout
-    check(config.kv_cache_dtype == "auto" or has_layouts,
+    check(config.kv_cache_dtype == "auto" or backend is None or type(backend).kv_layout is not Backend.kv_layout,
           f"kv_cache_dtype={config.kv_cache_dtype!r} must be 'auto': the core's Backend has no other one")
     trace = observer.open_trace(config.trace) if config.trace else None
     super().__init__(path, backend=backend, **vars(config))
@@ -104,7 +101,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
     with exclusive: drivers.free_unused_buffers(self.devices)
 
   def refuse(self) -> None: raise InputError(f"{self!r} was shut down: create a new one")
-  if not TYPE_CHECKING: runner = functools.cached_property(refuse)   # after `shutdown` has deleted the attribute
+  if not typing.TYPE_CHECKING: runner = functools.cached_property(refuse)   # after `shutdown` has deleted the attribute
 
   def make_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> Request:
     params = params or self.get_default_sampling_params()
@@ -176,7 +173,7 @@ class LLM(Engine, contextlib.AbstractContextManager["LLM"]):
   def advance(self, only: Collection[Request] | None = None) -> list[Request]:
     started = time.perf_counter()
     requests = super().advance(only)
-    seconds: Any = time.perf_counter() - started
+    seconds: typing.Any = time.perf_counter() - started
     self.scheduler.counters.update(steps=1, requests_finished=sum(x.finished for x in requests), seconds=seconds)
     return requests
 

@@ -19,8 +19,7 @@ def read_options(options: JsonObject, model: object = None) -> LLMConfig:
   InputError for an unknown option, or for one without effect whose value would have one."""
   options = {**({"runner": "pooling"} if options.get("task") == "embed" else {}), **options}   # task: the former name
   if options.get("tokenizer") and str(options["tokenizer"]) == str(model): del options["tokenizer"]   # the model's own
-  for name in [name for name in options if name in NO_EFFECT]:
-    values = NO_EFFECT[name]
+  for name, values in [(name, NO_EFFECT[name]) for name in options if name in NO_EFFECT]:
     alternatives = ", ".join(repr(x) for x in values or () if x is not None)
     check(values is None or options[name] in values, f"{name}={options[name]!r} is not supported: "
           f"{f'use {alternatives}, or ' if alternatives else ''}leave it out")
