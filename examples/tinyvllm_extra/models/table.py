@@ -6,13 +6,15 @@ default) and the model's."""
 import math, pathlib, pkgutil, typing
 from collections.abc import Callable, Iterable
 
-from tinyvllm.config import SUPPORTED, JsonObject, ModelConfig, check, read_json
+from tinyvllm.config import SUPPORTED, JsonObject, ModelConfig, check, has_type, read_json
 from tinyvllm.llama import Llama
 
 from .layers import SCALINGS, Embedder, VariantConfig
 
 TABLES = read_json(pathlib.Path(__file__).with_suffix(".json"))
 MODELS = {"LlamaForCausalLM", *TABLES}
+# Types of fields of config.json, which has no eos_token_ids
+TYPES = {**ModelConfig.__annotations__, "architectures": list[str], "eos_token_ids": object}
 MODULES = {"Transformer", "Pooling", "Normalize"}   # sentence-transformers' modules that tinyvllm computes
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}   # a method of Tensor, whose gelu is the tanh approximation
 NO_ROTATION: JsonObject = {"rope_type": "factors", "factors": math.inf, "rope_theta": 1.0}
@@ -128,7 +130,9 @@ def named(path: str) -> typing.Any:
 
 def find_model(hf: JsonObject, path: pathlib.Path) -> tuple[ModelConfig, type[Llama]]:
   """Return the config and the class of a model of MODELS. hf: config.json's content. Raises InputError for another
-  architecture, or none, and for an unsupported value."""
+  architecture, or none, and for a value of another type or that is not supported."""
+  for x, kind in TYPES.items():
+    check(hf.get(x) is None or has_type(hf[x], kind), f"{path}: {x}={hf.get(x)!r} must be of type {kind.__name__}")
   architecture = (hf.get("architectures") or [None])[0] or "LlamaForCausalLM"
   check(architecture in MODELS, f"{path}: architecture {architecture!r} is not supported; supported: "
         f"{', '.join(sorted(MODELS))}")

@@ -95,8 +95,7 @@ class ChoicesBuilder(Generation):
   def last_events(self, error: Exception | None = None) -> bytes:
     """Return the events after all samples have finished, or instead of them the event of an internal error."""
     if error: return event(errors.internal_error(error))
-    usage = event(self.wrap([], usage=self.usage())) if "usage" in self.head else b""
-    return usage + b"data: [DONE]\n\n"
+    return (event(self.wrap([], usage=self.usage())) if "usage" in self.head else b"") + b"data: [DONE]\n\n"
 
   def wrap(self, choices: list[JsonObject], **fields: object) -> JsonObject:
     """Return a whole answer or a chunk."""
@@ -219,8 +218,7 @@ class ChatBuilder(ChoicesBuilder):
     if not reasoning or self.body.include_reasoning is False: fields = {}
     if calls: fields["tool_calls"] = calls
     if not self.body.stream:
-      shown = self.echoed + content or (None if fields else "")
-      return {"message": {"role": self.role, "content": shown, **fields}}
+      return {"message": {"role": self.role, "content": self.echoed + content or (None if fields else ""), **fields}}
     if content or not fields: fields["content"] = content
     return {"delta": fields}
 

@@ -127,8 +127,7 @@ class Serving:
     is_chat = isinstance(body, ChatCompletionRequest)
     prompt_end = self.engine.tokenizer.decode(prompts[0]["prompt_token_ids"][-16:], False) if is_chat else ""
     escapes = protocol.escapes_of(body, self.output_format, prompt_end) if is_chat else {}
-    defaults = self.chat_defaults if is_chat else self.engine.sampling_defaults
-    params = protocol.sampling_params(body, defaults, escapes)
+    params = protocol.sampling_params(body, self.chat_defaults if is_chat else self.engine.sampling_defaults, escapes)
     self.check_queue(len(prompts), params.n)
     parsers = protocol.new_parsers(body, self.output_format, prompt_end, params.n) if is_chat else []
     name = uuid.uuid4().hex
