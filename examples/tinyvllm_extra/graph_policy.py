@@ -23,8 +23,7 @@ def sizes_of(key: GraphKey) -> tuple[int, ...]:
 
 def cost(key: GraphKey) -> int:
   """Return a step's relative time: reading the weights takes as long as 16 tokens, an optional feature half a step."""
-  num_tokens, _, *features = sizes_of(key)
-  return (16 + num_tokens) * (2 + sum(map(bool, features)))
+  return (16 + key.num_tokens) * (2 + sum(map(bool, sizes_of(key)[2:])))
 
 
 class PaddedGraphs(Graphs):
@@ -47,8 +46,7 @@ class PaddedGraphs(Graphs):
       rows = max(key.num_rows, min(size, runner.max_rows)) if key.num_rows <= runner.max_rows else size
       key = key._replace(num_tokens=size, num_rows=rows)
     sizes = sizes_of(key)
-    captured = [graph for owner, graph in [*self.captured] if owner is runner]
-    larger = [graph for graph in captured if all(map(operator.ge, sizes_of(graph), sizes))]
+    larger = [x for owner, x in [*self.captured] if owner is runner and all(map(operator.ge, sizes_of(x), sizes))]
     best = min(larger, key=cost, default=key)
     self.num_requested[runner, key] += 1
     can_wait = self.num_requested[runner, key] <= CAPTURE_THRESHOLD and cost(best) < 2 * cost(key)

@@ -1,6 +1,7 @@
 """The default device, the memory that devices report, and edges of CUDA's graphs. Drivers are fakes of tinygrad's
 objects here; test_backend.py checks real devices."""
 import ctypes
+import functools
 import os
 from types import SimpleNamespace
 
@@ -10,9 +11,10 @@ from tinygrad import Device, dtypes, helpers
 from tinygrad.device import Buffer, DepsTracker
 from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.runtime.autogen import opencl, webgpu
+from tinygrad.runtime.support import compiler_cuda
 
 from tinyvllm_extra import kernels, programs
-from tinyvllm_extra.kernels.tinygrad_patches import required_nodes
+from tinyvllm_extra.kernels import tinygrad_patches
 
 GIB = 2**30
 HOST = 12 * GIB    # free memory of the host
@@ -147,6 +149,20 @@ def test_a_captured_kernel_waits_for_none_that_another_one_waits_for():
            ([a, b], [0, 1], [3, 4])]   # the third one reads what the first and the second write
   for node, (buffers, write, expected) in zip(nodes, cases, strict=True):
     graph.calls.append((None, None, buffers))   # the buffers in CUDAGraph's call are whole ones
-    found = required_nodes(graph, lambda _, *operands: tracker.access_resources(*operands), None, write, node)
+    def access(_, *operands): return tracker.access_resources(*operands)
+    found = tinygrad_patches.required_nodes(graph, access, None, write, node)
     graph.nodes.append(node)
     assert [*map(nodes.index, found)] == expected
+
+
+def test_every_cuda_device_compiles_to_machine_code_with_wgmma(monkeypatch):
+  """Also the second one, which pipeline parallelism compiles for. patch_cuda is undone at the end."""
+  def wrap(owner, name, function):
+    monkeypatch.setattr(owner, name, functools.partialmethod(function, getattr(owner, name)))
+  monkeypatch.setattr(tinygrad_patches, "wrap", wrap)
+  monkeypatch.setattr(compiler_cuda.nvrtc, "nvrtcVersion", lambda *_: 0)
+  monkeypatch.setattr(compiler_cuda.NVRTCCompiler, "compile", lambda self, _: (self.ptx, self.compile_options[0]))
+  first = compiler_cuda.NVRTCCompiler("sm_90")
+  tinygrad_patches.patch_cuda()
+  for compiler in (first, first, compiler_cuda.NVRTCCompiler("sm_90")):
+    assert compiler.compile_cached("") == (False, "--gpu-architecture=sm_90a")

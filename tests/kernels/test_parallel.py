@@ -1,6 +1,7 @@
 """tensor_parallel_size and pipeline_parallel_size: several devices give the outputs of one, each holds only its shard
 or its layers, and models that cannot be split are refused. A CPU provides any number of devices: CPU, CPU:1, …"""
 import itertools
+import random
 import re
 from types import SimpleNamespace
 
@@ -8,15 +9,18 @@ import numpy as np
 import pytest
 from helpers.commands import error_line, flags, process
 from helpers.data import read_data
-from helpers.engines import check_invariants, greedy, ids_of, prompt, tokens
-from helpers.faults import finish_broken
+from helpers.engines import check_invariants, greedy, ids_of, ids_of_batch, prompt, set_overlap, tokens
+from helpers.faults import break_steps, finish_broken, run_random
 from helpers.models import random_weights, tiny_config, tiny_model
 from helpers.parameters import slow
 from helpers.quantized_models import FORMATS, SIZES, is_projection, quantized_model
 from helpers.reference import log_softmax, reference_greedy, reference_logits
 from helpers.speculation import CASES as SPECULATION_CASES, NGRAM, always_draft, check_same
 from tinygrad import Device, dtypes, nn
+from tinygrad.device import DepsTracker
+from tinygrad.engine.jit import get_call_outs_ins, resolve_params, unwrap_multi
 from tinygrad.runtime.autogen import cuda
+from tinygrad.uop.ops import Ops
 
 from tinyvllm import LLM, Backend, InputError, SamplingParams, StructuredOutputsParams
 from tinyvllm_extra.kernels import drivers, parallel
@@ -81,6 +85,46 @@ def test_layers_of_several_devices_equal_reference(tmp_path, count):
     assert len({x.device for x in nn.state.get_parameters(part)}) == 1
 
 
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_decoding_in_groups_equals_reference(tmp_path, monkeypatch, count):
+  """Few blocks, so that sequences are preempted while their groups are in flight; steps fail."""
+  rng = random.Random(count)
+  folder = tiny_model(tmp_path, num_hidden_layers=5)
+  llm = LLM(folder, **{**SMALL, "max_num_seqs": 9, "max_num_batched_tokens": 16}, num_gpu_blocks_override=26,
+            pipeline_parallel_size=count)
+  set_overlap(monkeypatch, llm.runner, "early")
+  break_steps(llm, monkeypatch, lambda place: rng.random() < 0.01)
+  def make_request(): return prompt(rng.randint(1, 20), "groups"), greedy(rng.randint(1, 40))
+  requests, last, failures = run_random(llm, rng, 250, make_request)
+  assert failures and llm.get_metrics()["num_preemptions"] and llm.runner.slots.next > 200
+  for name, (ids, params) in requests.items():
+    assert ids_of(last[name]) == reference_greedy(folder, ids, params.max_tokens)
+
+
+def calls(linear):
+  """Yield the kernels and copies of a captured step."""
+  for call in linear.src:
+    if call.src[0].op is Ops.CUSTOM_FUNCTION: yield from calls(call.src[0].src[0])   # a graph
+    else: yield call
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_stages_of_a_slot_do_not_wait_for_each_other(tmp_path, monkeypatch, count):
+  """The longest chain of kernels that need each other's results is little more than a stage's kernels."""
+  llm = LLM(tiny_model(tmp_path, num_hidden_layers=4 * count), **SMALL, pipeline_parallel_size=count)
+  set_overlap(monkeypatch, llm.runner, "early")
+  llm.generate([tokens(ids) for ids in PROMPTS], greedy(4), use_tqdm=False)
+  (_, graph), = llm.runner.slots.graphs.values()
+  tracker, ends, devices = DepsTracker(), {}, []   # ends: by kernel: its place in the longest chain
+  for call in calls(graph.captured._linear):
+    for buffers, _ in unwrap_multi(call, resolve_params(call, ())):
+      kernel = object()
+      waits = tracker.access_resources([x.ensure_allocated() for x in buffers], [*get_call_outs_ins(call)[0]], kernel)
+      ends[kernel] = 1 + max([ends[x] for x in waits], default=0)
+      devices.append(buffers[0].device)
+  assert max(ends.values()) < 10 + max(map(devices.count, llm.devices)) < len(devices)
+
+
 # quantized
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -121,8 +165,13 @@ def captured_llm(folder, **options):
 def one_device(words_folder): return captured_llm(words_folder)
 
 
-@pytest.fixture(scope="module", params=["tensor", "pipeline"])
-def two_devices(request, words_folder): return captured_llm(words_folder, **{f"{request.param}_parallel_size": 2})
+@pytest.fixture(scope="module", params=["tensor", "pipeline", "pipeline, early"])
+def two_devices(request, words_folder):
+  kind, _, overlaps = request.param.partition(", ")
+  llm = captured_llm(words_folder, **{f"{kind}_parallel_size": 2})
+  with pytest.MonkeyPatch.context() as patch:
+    set_overlap(patch, llm.runner, overlaps)
+    yield llm
 
 
 CASES = {**SPECULATION_CASES, "stop": {"stop": ["e", "a"]},
@@ -147,7 +196,9 @@ def test_split_k_partial_sums_give_reference_ids(words_folder, monkeypatch, opti
     out = call(self, *arguments, **options)
     return out if self.axis == 0 else (out * 0.25).cat(out * 0.75).contiguous()
   monkeypatch.setattr(FastLinear, "__call__", call_in_parts)
-  check(words_folder, 2, **options)
+  llm = check(words_folder, 2, **options)
+  set_overlap(monkeypatch, llm.runner, "early")
+  assert ids_of_batch(llm, PROMPTS, greedy(8)) == [reference_greedy(words_folder, ids, 8) for ids in PROMPTS]
 
 
 def test_interleaved_engines_with_one_and_two_devices_equal_reference(one_device, two_devices, words_folder):

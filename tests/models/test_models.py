@@ -88,9 +88,11 @@ def test_two_devices_give_recorded_ids(tmp_path, name):
 @TWO_DEVICES
 @pytest.mark.parametrize("name", mark_slow_except(("gemma3", "gpt2", "gpt_oss", "qwen3_5"), MODELS))
 def test_layers_on_two_devices_give_recorded_ids(tmp_path, name, monkeypatch):
-  """In micro-batches of 4 tokens."""
+  """In micro-batches of 4 tokens, and decodes in groups."""
   monkeypatch.setattr(parallel, "MICRO_BATCH", 4)
-  check_ids(LLM(write_model(tmp_path, name), **OPTIONS, pipeline_parallel_size=2), name)
+  llm = LLM(write_model(tmp_path, name), **OPTIONS, pipeline_parallel_size=2)
+  set_overlap(monkeypatch, llm.runner, "early")
+  check_ids(llm, name)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

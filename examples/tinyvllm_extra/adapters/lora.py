@@ -19,6 +19,7 @@ from tinyvllm_extra.formats import peft_files, quantization
 from tinyvllm_extra.kernels import buffers, matmul, parallel
 from tinyvllm_extra.models import layers, matrices
 from tinyvllm_extra.options import LLMConfig, LoRARequest, check_one_device
+from tinyvllm_extra.pipeline import PipelinedRunner
 from tinyvllm_extra.sampling.logits import LogitsPlan
 from tinyvllm_extra.serving.engine_metrics import MeteredScheduler
 
@@ -44,8 +45,7 @@ class AdaptedLinear(Module):
     if not isinstance(self.base, GateUp): return total
     # (T, parts, 2, size), see FastGateUp.ordered
     pairs = total.float().unflatten(1, (-1, 2, 8 if self.base.weight.ndim > 3 else self.base.out_features // 2))
-    gated = getattr(pairs[:, :, 0], self.base.activation)() * pairs[:, :, 1]
-    return gated.flatten(1).cast(total.dtype).contiguous()
+    return (getattr(pairs[:, :, 0], self.base.activation)() * pairs[:, :, 1]).flatten(1).cast(total.dtype).contiguous()
 
   def arrange(self, model: Llama, pairs: peft_files.Pairs) -> list[np.ndarray]:
     """Take this matrix's A and B from an adapter's, and return them as they are stored. Raises InputError."""
@@ -169,4 +169,8 @@ def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner], num_
       vars(target)["adapters"] = adapters = Adapters(model, config)
       num_bytes -= sum(x.nbytes() for x in adapters.tensors)
       new_runner = functools.partial(LoRARunner, adapters, *new_runner.args, **new_runner.keywords)
-  return snapshots.open_proposer(target, new_runner, max(0, num_bytes))   # an error names no negative size
+  proposer, runners = snapshots.open_proposer(target, new_runner, max(0, num_bytes))   # an error names no negative size
+  # Drafts need the tokens of the last step, and snapshots copy recurrent states between steps
+  is_plain = proposer is None and vars(target).get("states") is None
+  if is_plain and isinstance(runners[0].model.devices, parallel.Stages): runners = [PipelinedRunner(runners[0])]
+  return proposer, runners

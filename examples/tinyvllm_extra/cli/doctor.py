@@ -197,8 +197,8 @@ def read_model(path: pathlib.Path, runner: str = "auto") -> tuple[JsonObject, Js
     models.choose_model(hf, path, runner)
   except InputError: raise
   except Exception as error: raise InputError(f"model={str(path)!r}: {reason_of(error)}") from error
-  has_weights = path.is_file() or any(path.glob("*.safetensors"))   # config.json alone suffices for the fit
-  description = {"checkpoint": checkpoint.describe()} if has_weights else {}
+  # config.json alone suffices for the fit
+  description = {"checkpoint": checkpoint.describe()} if path.is_file() or any(path.glob("*.safetensors")) else {}
   if not isinstance(checkpoint, gguf.GGUFCheckpoint) or checkpoint.method != "gguf": return hf, description
   matrices = [x for name, x in checkpoint.all_tensors.items() if ".layers." in name and len(x.shape) == 2]
   bits = np.average([x.tensor_type.bits for x in matrices], weights=[np.prod(x.shape) for x in matrices])

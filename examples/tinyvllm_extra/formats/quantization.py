@@ -205,8 +205,7 @@ def read_mxfp4(source: "FastCheckpoint", name: str, shape: tuple[int, int]) -> M
   groups = shape[0], shape[1] // 32
   blocks, scales = source.array(f"{name}.blocks", *groups, 16), source.array(f"{name}.scales", *groups)
   q = np.stack([blocks & 15, blocks >> 4], -1).reshape(shape).view(E2M1)
-  scale = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
-  return Quantized(q, scale, None, np.arange(shape[1]))
+  return Quantized(q, np.ldexp(np.float32(1), scales.astype(np.int32) - 127), None, np.arange(shape[1]))
 
 
 # By quant_method
@@ -282,8 +281,7 @@ def quantize_rows(weight: np.ndarray, bits: int) -> Quantized:
   scale = (w.max(-1) - offset) / 15 if bits == 4 else np.abs(w).max(-1) / 127
 
   def quantized_values():
-    step = np.where(scale == 0, 1, scale)
-    return np.clip(np.rint((w - offset[..., None]) / step[..., None]), lowest, highest)
+      return np.clip(np.rint((w - offset[..., None]) / np.where(scale == 0, 1, scale)[..., None]), lowest, highest)
   for _ in range(4 if bits == 4 else 0):   # alternate: round q, then fit scale and offset by least squares
     q = quantized_values()
     centered = q - q.mean(-1, keepdims=True)

@@ -293,8 +293,7 @@ def result(group: WorkGroup, memory: list[UOp], sinks: list[UOp]) -> UOp:
   log = scores[group.own].store(highest[group.g] + weight[group.g].log2())
   stored = UOp.group(end(log), end(sums[group.own].store(own)))
   values, logs = [[x.after(stored)[i, *group.own[1:]] for i in range(group.splits)] for x in (sums, scores)]
-  head = group.h * group.q.shape[2] + group.g
-  return mean(values, [*logs, *[x[head].load().float() * LOG2_E for x in sinks]])
+  return mean(values, [*logs, *[x[group.h * group.q.shape[2] + group.g].load().float() * LOG2_E for x in sinks]])
 
 
 # Tensor cores

@@ -1,7 +1,7 @@
 """The devices of one machine that share a model. Tensor parallelism (Shoeybi et al. 2019): each has a shard of the
 heads, the MLP and the vocabulary, and reads the partial sums of the others in place. Pipeline parallelism (Huang et al.
 2019): each has some of the layers, and gets copies of the activations; no device reads another one's memory."""
-import dataclasses, functools, itertools
+import contextvars, dataclasses, functools, itertools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -18,6 +18,8 @@ from .drivers import can_access_peer
 
 MICRO_BATCH = 512   # tokens: with fewer, reading the weights again would take longer than the products
 ROWS = 16   # vocabulary rows per device are a multiple of it, for the matrix kernels' tiles
+# In a slot (pipeline.py): stage, x and delta of the stage before -> x, delta and tokens of another group
+exchange = contextvars.ContextVar[Callable[..., list[Tensor]] | None]("exchange", default=None)
 
 
 def device_names(count: int) -> tuple[str, ...]:
@@ -122,21 +124,21 @@ def run_layers(run: Callable[..., tuple], layers: list[Layer], x: Tensor, delta:
                ropes: list[Tensor], tokens: Tensor, block_tables: Tensor) -> tuple:
   """Like Backend.run_layers: call `run` for the layers of each device. Many tokens are split into micro-batches, so
   that all devices work at the same time. ropes: on all devices; the other inputs: on the first."""
-  first, devices = x.device, [device_of(layer) for layer in layers]
-  if {*devices, *[t.device for t in ropes]} == {first}:
+  devices = [device_of(layer) for layer in layers]
+  if {*devices, *[t.device for t in ropes]} == {x.device}:
     return run(layers, x, delta, caches, ropes, tokens, block_tables)
   outputs, written = [], dict[str, list[UOp]]()   # written: by device, an output of the last micro-batch
-  count = max(1, int(x.shape[0]) // MICRO_BATCH)
+  count = 1 if exchange.get() else max(1, int(x.shape[0]) // MICRO_BATCH)
   for part in zip(x.chunk(count), delta.chunk(count), tokens.chunk(count, 1), strict=True):
     inputs = [*part, block_tables]
-    for device in dict.fromkeys(devices):
+    for stage, device in enumerate(dict.fromkeys(devices)):
+      if stage and (swap := exchange.get()): inputs[:3] = swap(stage, *inputs[:2])
+      inputs = [t.to(device) for t in inputs]
       own = slice(devices.index(device), devices.index(device) + devices.count(device))
-      x, delta, *others = [t.to(device) for t in inputs]
       # Wait until the last micro-batch has written its keys and values
       own_caches = [[Tensor(t.uop.after(*written.get(device, []))) for t in cache] for cache in caches[own]]
       own_ropes = [Tensor(t.uop.mselect(cast(tuple, t.device).index(device))) for t in ropes]
-      x, delta = run(layers[own], x, delta, own_caches, own_ropes, *others)
-      inputs = [x, delta, *others]
-      written[device] = [x.uop.base]
-    outputs.append([t.to(first).reshape(-1, *part[0].shape) for t in (x, delta)])   # delta may hold partial sums
+      inputs[:2] = run(layers[own], *inputs[:2], own_caches, own_ropes, *inputs[2:])
+      written[device] = [inputs[0].uop.base]
+    outputs.append([t.to(x.device).reshape(-1, *part[0].shape) for t in inputs[:2]])   # delta may hold partial sums
   return tuple(Tensor.cat(*parts, dim=1).flatten(0, 1) for parts in zip(*outputs, strict=True))

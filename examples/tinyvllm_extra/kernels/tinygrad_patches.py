@@ -72,7 +72,8 @@ def patch_cuda() -> str | None:
   """Apply the patches for CUDA. Return nvrtc's file, if known."""
   from tinygrad.runtime.autogen import nvrtc
   from tinygrad.runtime.graph.cuda import CUDAGraph
-  from tinygrad.runtime.ops_cuda import CUDAProgram   # slow to import
+  from tinygrad.runtime.ops_cuda import CUDAProgram
+  from tinygrad.runtime.support.compiler_cuda import NVRTCCompiler   # all slow to import
   # Make a captured kernel wait only for kernels that use the same range of a buffer, and for none that another of them
   # waits for. tinygrad's wait for any use of the buffer: most of a step's memory is one buffer, so that devices that
   # read each other's results would serialize. And a second edge delays a kernel by 2 us. Checked with 0.14.0. Remove
@@ -84,9 +85,11 @@ def patch_cuda() -> str | None:
   wrap(CUDAProgram, "__init__", lambda self, load, owner, elf: load(self, owner, elf, shared_bytes(elf.name)))
   # Have nvrtc return machine code, for all instructions of Hopper. tinygrad requests PTX, which the driver compiles
   # slowly at each start, and has no wgmma. Checked with 0.14.0. Remove when NVRTCCompiler returns cubins for CUDA
-  compiler = renderer().compiler
-  compiler.ptx = helpers.DEBUG >= 5   # tinygrad prints PTX only
-  compiler.compile_options[0] = f"--gpu-architecture={compiler.arch.replace('sm_90', 'sm_90a')}"   # has wgmma
+  def compile_cubin(self: NVRTCCompiler, _: object, source: str) -> bytes:   # on all devices
+    self.ptx = helpers.DEBUG >= 5   # tinygrad prints PTX only
+    self.compile_options[0] = f"--gpu-architecture={self.arch.replace('sm_90', 'sm_90a')}"   # has wgmma
+    return self.compile(source)
+  wrap(NVRTCCompiler, "compile_cached", compile_cubin)
   return getattr(nvrtc.dll, "_name", None)
 
 

@@ -46,9 +46,8 @@ BeamSearchOutput = typing.NamedTuple("BeamSearchOutput", [("sequences", Beams)])
 def advance(beams: Beams, outputs: Iterator[RequestOutput], params: BeamSearchParams, llm: Engine) -> Beams:
   """Extend each unfinished beam of a prompt by its best tokens. Return the finished beams, then the best unfinished
   ones. outputs: one for each unfinished beam; other prompts' outputs may follow."""
-  unfinished = [beam for beam in beams if not beam.finish_reason]
   longer = [BeamSearchSequence(out.prompt_token_ids + [token], beam.logprobs + [best], beam.cum_logprob + x.logprob)
-            for beam, out in zip(unfinished, outputs, strict=False)
+            for beam, out in zip([x for x in beams if not x.finish_reason], outputs, strict=False)
             for best in out.outputs[0].logprobs or () for token, x in best.items()]
   ends = () if params.ignore_eos else llm.model_config.eos_token_ids
   for beam in longer:

@@ -131,8 +131,7 @@ def adjust_kernel(logits: UOp, adjustments: UOp) -> UOp:
   bias, factor, penalty = [word.bitcast(dtypes.float32) for word in words]
   logit = logits[row.cast(dtypes.weakint).valid(row >= 0), token.cast(dtypes.weakint)]
   x = logit.load() + bias
-  store = logit.store((x > 0).where(x / factor, x * factor) - penalty)
-  return store.end(i).sink(arg=KernelInfo(name="adjust_logits"))
+  return logit.store((x > 0).where(x / factor, x * factor) - penalty).end(i).sink(arg=KernelInfo(name="adjust_logits"))
 
 
 def largest(x: Tensor, ids: Tensor, sampler: Sampler, k: int) -> list[Tensor]:

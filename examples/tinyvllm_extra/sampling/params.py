@@ -108,8 +108,7 @@ class Processor:
       penalty = self.counts[i] * p.frequency_penalty + bool(self.counts[i]) * p.presence_penalty
       self.rows[i] = i, (p.logit_bias or {}).get(i, 0.0), p.repetition_penalty, penalty
     self.num_read += len(new)
-    bans = {i: (i, -math.inf, *self.rows.get(i, (i, 0.0, 1.0, 0.0))[2:]) for i in banned}
-    return [*(self.rows | bans).values()]
+    return [*(self.rows | {i: (i, -math.inf, *self.rows.get(i, (i, 0.0, 1.0, 0.0))[2:]) for i in banned}).values()]
 
   def output_logprobs(self, seq: Sequence, start: int) -> tuple[list[dict[int, Logprob]] | None, float | None]:
     if self.params.logprobs is None: return None, None

@@ -36,8 +36,8 @@ class Remote:
 def read_outputs(response: http.client.HTTPResponse) -> Iterator[SimpleNamespace]:
   """Yield the outputs in a response's lines. See generate_stream."""
   finish_reason = None
-  lines = io.TextIOWrapper(response, "utf-8")   # reads all lines that have arrived at once
-  for event in (json.loads(line[6:]) for line in lines if line.startswith("data: {")):
+  # TextIOWrapper reads all lines that have arrived at once
+  for event in (json.loads(line[6:]) for line in io.TextIOWrapper(response, "utf-8") if line.startswith("data: {")):
     if "error" in event: raise RuntimeError(event["error"]["message"])
     for choice in event["choices"]:   # a delta of reasoning or of a tool call has no content
       finish_reason = choice.get("finish_reason")
