@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from benchmarks.common import SHAPES
 from helpers.commands import FLAGS, PYTHONPATH, ROOT, error_line, process, run_process, run_python, start_process
-from helpers.data import DATA, read_data
+from helpers.data import read_data
 from helpers.hub import Hub
 from helpers.models import sentencepiece_model, tensor_shapes
 from helpers.parameters import mark_slow_except
@@ -46,9 +46,20 @@ def test_ctrl_c_stops_the_answer_then_ends_the_chat(chat_folder):
   finally: run.kill()
 
 
+# A sitecustomize module, which Python imports at startup, simulates drivers that crash
+FAULTS = '''
+import os, sys
+fault = {"CUDA": "crash", "QCOM": "exit"}.get(os.environ.get("DEV"))
+if fault and "probe" in " ".join(sys.orig_argv):
+  import ctypes
+  print('noise {"doctor"', flush=True)
+  if fault == "crash": ctypes.string_at(0)
+  os._exit(7)
+'''
+
+
 def test_doctor_measures_the_cpu_and_reports_crashed_drivers(folder, tmp_path):
-  """Python imports sitecustomize at startup."""
-  shutil.copy(DATA / "crashing_drivers.txt", tmp_path / "sitecustomize.py")
+  (tmp_path / "sitecustomize.py").write_text(FAULTS)
   code = ("import sys\nfrom tinyvllm_extra.cli import doctor, main\n"
           "doctor.ORDER = ['CUDA', 'QCOM', 'METAL', 'CPU']\nsys.exit(main())")   # each one starts a process
   run = run_python(code, "doctor", "--json", "--seconds", 0.05, "--model", folder,
