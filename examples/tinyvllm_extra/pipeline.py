@@ -30,11 +30,13 @@ class Slots(Runner):
     return super()._new_graph(step)
 
   def _compute(self, words: Tensor, key: GraphKey) -> list[Tensor]:
+    """Compute a slot (this is captured). Stage i computes the group that started i slots before this one."""
     in_flight = self.states[key][0]
     by_stage = words.unsqueeze(0).cat(in_flight).contiguous().realize()
     in_flight.assign(by_stage[:-1]).realize()
 
     def exchange(stage: int, *outputs: Tensor) -> list[Tensor]:
+      """Keep the outputs of the stage before for the next slot. Return those that the last slot kept, and tokens."""
       stored = [Tensor.empty(*t.shape, dtype=t.dtype, device=t.device).contiguous().realize() for t in outputs]
       self.states[key] += stored   # delta may hold partial sums
       inputs = [t.to(self.stages[stage]).realize() for t in stored]
@@ -46,6 +48,7 @@ class Slots(Runner):
     finally: parallel.exchange.reset(reset)
 
   def start(self, group: Step) -> None:
+    """Run the next slot, which starts a group. Keep the functions that read the results of the last slots."""
     self.reads[self.next] = self.launch(group)
     self.next += 1
     self.reads.pop(self.next - 4 * len(self.stages), None)
@@ -84,10 +87,10 @@ class PipelinedRunner(Runner):
     count = len(self.slots.stages)
     groups = [[row for row in step.rows if (row.seq.slot or 0) % count == i] for i in range(count)]
     can_split = self.backend.reads_early and not step.key.plan
-    # A capture at startup
+    # Captures at startup are steps without sequences
     if can_split and not step.computed and step.key.num_tokens <= max(64, self.max_rows): self.slots.launch(step)
     decodes = len(step.rows) == len(step.computed) == sum(map(len, step.computed.values())) >= count
-    part = step.key._replace(num_tokens=max(map(len, groups)), num_rows=1)
+    part = step.key._replace(num_tokens=max(map(len, groups)), num_rows=1)   # rounded up
     key = self.slots.choose_key(part) if can_split and decodes else None
     if key != self.slots.key: self.slots.run_until(self.slots.end)
     self.slots.key = key
