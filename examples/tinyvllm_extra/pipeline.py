@@ -21,7 +21,7 @@ class Slots(Runner):
     vars(self).update(vars(runner), graphs={})   # has the same model, KV cache and tables
     self.stages = [*dict.fromkeys(map(parallel.device_of, self.model.layers))]
     self.reads: dict[int, Callable[[], Results]] = {}   # by slot
-    # Words of the groups in flight, the newest first, then x and delta after each stage
+    # Words of the groups in flight, (stages - 1, size), the newest first; then x and delta after each stage
     self.states: dict[GraphKey, list[Tensor]] = {}
 
   def _new_graph(self, step: Step) -> tuple:
@@ -32,11 +32,11 @@ class Slots(Runner):
   def _compute(self, words: Tensor, key: GraphKey) -> list[Tensor]:
     """Compute a slot (this is captured). Stage i computes the group that started i slots before this one."""
     in_flight = self.states[key][0]
-    by_stage = words.unsqueeze(0).cat(in_flight).contiguous().realize()
+    by_stage = words.unsqueeze(0).cat(in_flight).contiguous().realize()   # (stages, size)
     in_flight.assign(by_stage[:-1]).realize()
 
     def exchange(stage: int, *outputs: Tensor) -> list[Tensor]:
-      """Keep the outputs of the stage before for the next slot. Return those that the last slot kept, and tokens."""
+      """Keep x and delta of the stage before for the next slot. Return this stage's, from the last slot, and tokens."""
       stored = [Tensor.empty(*t.shape, dtype=t.dtype, device=t.device).contiguous().realize() for t in outputs]
       self.states[key] += stored   # delta may hold partial sums
       inputs = [t.to(self.stages[stage]).realize() for t in stored]
